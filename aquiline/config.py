@@ -1,0 +1,274 @@
+"""Every setting: small frozen dataclasses, checked where they are made, and `UserError`, the error a user can mend.
+
+A setting has one home, here; the command line takes its defaults from these classes. Nothing here knows about files
+or other projects' names: `files/formats.py` translates a `config.json` into these classes, once, at the edge.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+
+class UserError(Exception):
+    """Something the user gave is wrong: the message says what was given, what was expected and what to do."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UserError(message)` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary block of a model, in the names of Transformers' `rope_parameters`; None means "not given"."""
+
+    rope_theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
+    beta_fast: float | None = None  # yarn
+    beta_slow: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn
+
+    def __post_init__(self) -> None:
+        require(
+            self.rope_type in ROPE_TYPES,
+            f"rope_type {self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}",
+        )
+        needed = {
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "yarn": ("factor",),
+        }.get(self.rope_type, ())
+        for key in needed:
+            require(getattr(self, key) is not None, f"rope_type {self.rope_type!r} needs {key!r}, which is missing")
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """One Llama-family target; the families differ only by these switches."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int  # the longest context, in tokens
+    rope: RopeConfig
+    tied_head: bool = False  # lm_head is the embedding
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k (Qwen3)
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.family in FAMILIES, f"unknown model family {self.family!r}; supported: {', '.join(FAMILIES)}")
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
+        )
+
+
+def default_capture_after(num_layers: int) -> tuple[int, int, int]:
+    """The usual low, middle and high layers: the states that ENTER layers 2, N//2 and N-3 (0-based ids, after the block).
+
+    Raises UserError below 7 layers, where these three are not distinct.
+    """
+    require(
+        num_layers >= 7,
+        f"the target has {num_layers} layers; the default capture layers need at least 7. "
+        "Give three distinct ascending layers with --capture-after A,B,C (0-based, state after the block)",
+    )
+    return (1, num_layers // 2 - 1, num_layers - 4)
+
+
+def check_capture_after(capture_after: tuple[int, ...], num_layers: int) -> None:
+    """Raise UserError unless the ids are distinct, ascending and inside the target."""
+    inside = all(0 <= i < num_layers for i in capture_after)
+    ascending = all(a < b for a, b in zip(capture_after, capture_after[1:], strict=False))
+    require(
+        bool(capture_after) and inside and ascending,
+        f"capture_after {list(capture_after)} must be distinct, ascending and within 0..{num_layers - 1} "
+        f"(the target has {num_layers} layers)",
+    )
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """The EAGLE-3 head: sizes, the target it belongs to, and the switches of the dialects (all off by default)."""
+
+    vocab_size: int  # the target's vocabulary, V
+    draft_vocab_size: int  # the draft's vocabulary, W
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int
+    rope: RopeConfig
+    capture_after: tuple[int, ...]
+    trained_length: int | None = None  # longest row it was trained on, in tokens; acceptance beyond it is untested
+    fc_norm: bool = False  # one RMSNorm per captured state before fc
+    norm_before_fc: bool = False  # one RMSNorm over all captured states before fc
+    norm_output: bool = False  # the fed-back feature is norm(h) instead of h
+    norm_before_residual: bool = False  # the residual stream is hidden_norm(g) instead of g
+    qk_norm: bool = False
+    attention_bias: bool = False
+    own_embedding: bool = False  # keeps its own embedding; otherwise the target's is used
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the target's vocabulary {self.vocab_size}",
+        )
+        require(
+            not (self.fc_norm and self.norm_before_fc),
+            "fc_norm and norm_before_fc are both on; they exclude each other: switch one off",
+        )
+        require(
+            self.own_embedding or self.hidden_size == self.target_hidden_size,
+            f"the draft is {self.hidden_size} wide and the target {self.target_hidden_size}: "
+            "the target's embedding does not fit, so the draft needs its own",
+        )
+
+    @property
+    def aux_width(self) -> int:
+        """Width A of the concatenated captured states."""
+        return len(self.capture_after) * self.target_hidden_size
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """The drafted tree of one cycle, written DEPTH:TOPK:NODES; a chain of D tokens is D:1:D."""
+
+    depth: int
+    top_k: int
+    num_nodes: int  # the root is not counted
+
+    def __post_init__(self) -> None:
+        require(
+            self.depth >= 1 and self.top_k >= 1 and self.num_nodes >= 1,
+            f"tree {self} must have depth, top-k and nodes of at least 1",
+        )
+
+    def __str__(self) -> str:
+        return f"{self.depth}:{self.top_k}:{self.num_nodes}"
+
+    @property
+    def is_chain(self) -> bool:
+        return self.top_k == 1
+
+    @staticmethod
+    def parse(text: str) -> "TreeConfig":
+        """Read DEPTH:TOPK:NODES; UserError on anything else."""
+        parts = text.split(":")
+        require(
+            len(parts) == 3 and all(p.isdecimal() for p in parts),
+            f"tree {text!r} is not DEPTH:TOPK:NODES; for example 6:8:60, or 4:1:4 for a chain of four",
+        )
+        return TreeConfig(*(int(p) for p in parts))
+
+
+REFERENCE_TREE = TreeConfig(6, 8, 60)  # the tree by which tau is judged
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How one token is chosen from the target's logits; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added); at -100 and below the token is banned
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def number(name: str, low: float, high: float, *, above: bool = False) -> None:
+            value = getattr(self, name)
+            ok = isinstance(value, (int, float)) and math.isfinite(value)
+            ok = ok and (low < value if above else low <= value) and value <= high
+            require(ok, f"{name} {value!r} must be {'above' if above else 'at least'} {low:g} and at most {high:g}")
+
+        number("temperature", 0.0, 100.0)
+        number("top_k", 0, 2**31)
+        number("top_p", 0.0, 1.0, above=True)
+        number("min_p", 0.0, 1.0)
+        number("repetition_penalty", 0.0, 100.0, above=True)
+        number("presence_penalty", -100.0, 100.0)
+        number("frequency_penalty", -100.0, 100.0)
+        require(0 <= self.seed < 2**63, f"seed {self.seed} must be between 0 and 2**63-1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. Lengths are in tokens, learning rates per step; `steps` counts optimiser updates."""
+
+    optimizer: str = "muon"  # muon (matrices; AdamW for the rest) or adamw
+    learning_rate: float = 3e-3  # of Muon's matrices; with adamw, of everything
+    adamw_learning_rate: float = 1.5e-3  # of what Muon leaves to AdamW: lm_head, fc's norms, norms
+    weight_decay: float = 0.0
+    warmup_share: float = 0.03  # of all steps
+    final_share: float = 0.02  # the cosine ends at this share of the learning rate
+    clip: float = 0.5
+    ttt_steps: int = 7
+    ttt_decay: float = 0.8  # the loss of step k weighs ttt_decay ** k
+    batch_tokens: int = 2048  # tokens of one optimiser update, all rows counted
+    max_length: int = 2048  # longer rows are cut
+    epochs: float = 1.0
+    draft_vocab_size: int = 8192
+    skip_outside: bool = True  # leave rows whose teacher arg-max is outside the draft vocabulary out of the loss
+    eval_every: int = 100  # optimiser updates
+    save_every: int = 100
+    held_out: int = 48  # greedy rows kept apart for the walk
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.optimizer in ("muon", "adamw"), f"optimizer {self.optimizer!r} must be muon or adamw")
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                require(value >= 0, f"{f.name} {value} must not be negative")
+        for name in ("ttt_steps", "batch_tokens", "max_length", "draft_vocab_size", "eval_every", "save_every"):
+            require(getattr(self, name) >= 1, f"{name} {getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a request ends: `max_new_tokens`, stop ids (the end-of-turn ids are added by the loader), stop strings."""
+
+    max_new_tokens: int = 256
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 0, f"max_new_tokens {self.max_new_tokens} must not be negative")
+        require(all(self.stop_strings), "a stop string is empty; leave it out or give at least one character")

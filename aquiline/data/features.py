@@ -1,0 +1,181 @@
+"""The target's features of documents: computed as they are needed, and kept on disk when a folder is given.
+
+Per token: `aux` and `last` in bf16, the token id, the arg-max id and the log-sum-exp over the full vocabulary. The
+folder describes itself: `manifest.json` is written first and compared on every use, ids are stored and checked with
+every row read, and a document counts as present only after its rows have been written.
+
+Shapes: T tokens, D target width, A width of aux, V vocabulary.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aquiline.config import UserError, require
+from aquiline.data.dataset import Document, fingerprint
+from aquiline.model.target import Target
+
+_ROWS = 256  # rows of full-vocabulary logits at a time
+
+
+@dataclass
+class Features:
+    """Of some documents behind each other, on the CPU."""
+
+    aux_TA: Tensor
+    last_TD: Tensor
+    argmax_T: Tensor  # int64; -1 where the next token is not supervised
+    logsumexp_T: Tensor  # float32; 0 there
+
+
+@torch.no_grad()
+def compute(target: Target, documents: Sequence[Document]) -> Features:
+    """One target pass over the documents, each seeing only itself."""
+    ids = torch.cat([d.ids for d in documents]).long()
+    starts = [0]
+    for d in documents:
+        starts.append(starts[-1] + len(d))
+    positions = torch.cat([torch.arange(len(d)) for d in documents])
+    out = target(ids[None].to(target.device), positions[None].to(target.device), documents=starts)
+    last_TD = out.last_BND[0]
+    argmax = torch.full((len(ids),), -1, dtype=torch.long)
+    logsumexp = torch.zeros(len(ids))
+    # Position p teaches x_{p+1}: it matters only where that token is supervised and of the same document.
+    taught = torch.zeros(len(ids), dtype=torch.bool)
+    for d, start in zip(documents, starts, strict=False):
+        taught[start : start + len(d) - 1] = d.supervised[1:]
+    rows = taught.nonzero().squeeze(1)
+    for a in range(0, len(rows), _ROWS):
+        at = rows[a : a + _ROWS]
+        logits = target.logits(last_TD[at])
+        argmax[at] = logits.argmax(-1).cpu()
+        logsumexp[at] = torch.logsumexp(logits, dim=-1).cpu()
+    return Features(out.aux_BNA[0].cpu(), last_TD.cpu(), argmax, logsumexp)
+
+
+class FeatureStore:
+    """Features of a fixed list of documents, filled as they are asked for."""
+
+    def __init__(
+        self, folder: Path | None, target: Target, documents: Sequence[Document], target_fingerprint: str
+    ) -> None:
+        """`folder` None computes every time. UserError when the folder holds features of something else, or the disk
+        is too small for all of them.
+        """
+        self.target, self.documents = target, documents
+        self.offsets = np.cumsum([0] + [len(d) for d in documents])
+        self.arrays: dict[str, np.memmap[Any, Any]] | None = None
+        if folder is None:
+            return
+        total, width = int(self.offsets[-1]), target.config.hidden_size
+        columns = {
+            "aux": ("uint16", (total, width * len(target.capture_after))),  # bf16 bits
+            "last": ("uint16", (total, width)),
+            "ids": ("int32", (total,)),
+            "argmax": ("int32", (total,)),
+            "logsumexp": ("float32", (total,)),
+            "present": ("uint8", (len(documents),)),
+        }
+        manifest = {
+            "format": "aquiline features 1",
+            "target": target_fingerprint,
+            "capture_after": list(target.capture_after),
+            "documents": fingerprint(documents),
+            "tokens": total,
+            "columns": {name: [kind, list(shape)] for name, (kind, shape) in columns.items()},
+        }
+        _open_folder(folder, manifest, self.bytes_needed(target, total))
+        self.arrays = {}
+        for name, (kind, shape) in columns.items():
+            path = folder / f"{name}.bin"
+            mode = "r+" if path.exists() else "w+"
+            self.arrays[name] = np.memmap(path, dtype=kind, mode=mode, shape=shape)  # type: ignore[call-overload]
+
+    @staticmethod
+    def bytes_needed(target: Target, tokens: int) -> int:
+        """Size on disk of the features of so many tokens."""
+        return tokens * (2 * target.config.hidden_size * (len(target.capture_after) + 1) + 12)
+
+    def get(self, numbers: Sequence[int]) -> Features:
+        """Features of these documents behind each other, in this order; missing ones are computed and kept."""
+        if self.arrays is None:
+            return compute(self.target, [self.documents[i] for i in numbers])
+        missing = [i for i in numbers if not self.arrays["present"][i]]
+        if missing:
+            self._put(missing, compute(self.target, [self.documents[i] for i in missing]))
+        parts = [self._read(i) for i in numbers]
+        return Features(
+            *(torch.cat([getattr(p, name) for p in parts]) for name in ("aux_TA", "last_TD", "argmax_T", "logsumexp_T"))
+        )
+
+    def _put(self, numbers: Sequence[int], features: Features) -> None:
+        assert self.arrays is not None
+        start = 0
+        for i in numbers:
+            rows, here = slice(self.offsets[i], self.offsets[i + 1]), slice(start, start + len(self.documents[i]))
+            self.arrays["aux"][rows] = _bits(features.aux_TA[here])
+            self.arrays["last"][rows] = _bits(features.last_TD[here])
+            self.arrays["ids"][rows] = self.documents[i].ids.numpy()
+            self.arrays["argmax"][rows] = features.argmax_T[here].int().numpy()
+            self.arrays["logsumexp"][rows] = features.logsumexp_T[here].numpy()
+            self.arrays["present"][i] = 1  # last, so that a document cut short by a kill is computed again
+            start += len(self.documents[i])
+
+    def _read(self, i: int) -> Features:
+        assert self.arrays is not None
+        rows = slice(self.offsets[i], self.offsets[i + 1])
+        if not np.array_equal(self.arrays["ids"][rows], self.documents[i].ids.numpy()):
+            raise UserError(
+                f"stored features of document {self.documents[i].name!r} belong to other tokens: delete the folder"
+            )
+        return Features(
+            _floats(self.arrays["aux"][rows]),
+            _floats(self.arrays["last"][rows]),
+            torch.from_numpy(self.arrays["argmax"][rows].astype(np.int64)),
+            torch.from_numpy(self.arrays["logsumexp"][rows].copy()),
+        )
+
+
+def _bits(x: Tensor) -> np.ndarray[Any, Any]:
+    return x.to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def _floats(bits: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(bits.copy()).view(torch.bfloat16).float()
+
+
+def _open_folder(folder: Path, manifest: dict[str, Any], needed: int) -> None:
+    """Compare the manifest of an existing folder, or begin a new one."""
+    path = folder / "manifest.json"
+    if path.exists():
+        try:
+            found = json.loads(path.read_text())
+        except json.JSONDecodeError:
+            raise UserError(f"{path} is not JSON: delete the folder") from None
+        for key, value in manifest.items():
+            require(
+                found.get(key) == value,
+                f"{folder} holds features of something else: {key} is {found.get(key)!r}, expected {value!r}. "
+                "Give another --features folder, or delete this one",
+            )
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        require(
+            needed < free,
+            f"the features need {needed / 2**30:.1f} GiB in {folder}, and {free / 2**30:.1f} GiB are free",
+        )
+        temporary = folder / "manifest.json.tmp"
+        temporary.write_text(json.dumps(manifest, indent=1))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from None

@@ -1,0 +1,95 @@
+"""READ FIRST. One cycle of speculative decoding for a batch of rows: draft, verify, keep.
+
+    known tokens   x_0 ... x_{n-1} x_n        x_n is the root: emitted, but in no cache yet
+    target cache   0 ... n-1
+    draft          a tree of guesses behind x_n
+    target pass    [x_n, nodes] at positions n + depth, each seeing the cache, its ancestors and itself
+    verify         walk from the root: accepted nodes, then one token of the target's own
+    keep           keys and values of x_n and the accepted nodes; everything else of the cycle is dropped
+
+The plain step is the same cycle with empty trees.
+
+Letters: B rows, N tokens of the pass, A width of aux.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aquiline.decode.drafter import Drafter, Row
+from aquiline.decode.tree import Tree, flatten
+from aquiline.decode.verify import Verdict, verify
+from aquiline.model.kv_cache import KVCache
+from aquiline.model.target import PassOutput, Target
+
+PREFILL_CHUNK = 512  # prompt tokens of one pass
+
+
+@dataclass
+class Outcome:
+    """Of one row's cycle."""
+
+    tree: Tree
+    verdict: Verdict
+
+
+def prefill(target: Target, cache: KVCache, row: Row, *, reads_aux: bool) -> int:
+    """Run what is known but not cached; returns the first new token. Long prompts go in chunks."""
+    start = cache.lengths[row.slot]
+    assert start < len(row.known)
+    last: Tensor | None = None
+    while start < len(row.known):
+        ids = torch.tensor([row.known[start : start + PREFILL_CHUNK]], device=target.device)
+        positions = torch.arange(start, start + ids.shape[1], device=target.device)[None]
+        out = target(ids, positions, None, cache, [row.slot])
+        cache.keep(row.slot, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
+        if reads_aux and row.tree is not None:
+            row.pending_aux.append(out.aux_BNA[0])
+        last = out.last_BND[0, -1:]
+        start += ids.shape[1]
+    assert last is not None
+    logits_NV = target.logits(last)
+    # With an empty tree the walk is a single choice: the first token goes the same way as every other.
+    return _verify(row, Tree.empty(target.device), logits_NV).bonus
+
+
+def speculative_step(target: Target, cache: KVCache, drafter: Drafter | None, rows: Sequence[Row]) -> list[Outcome]:
+    """One cycle. Afterwards `known` of each row has grown by the verdict's tokens, and its cache by the tokens of the
+    path and the root. A row that must stop inside them is cut back by the engine.
+    """
+    trees = [Tree.empty(target.device)] * len(rows) if drafter is None else drafter.draft(rows)
+    flat = flatten(trees, [row.known[-1] for row in rows], [len(row.known) - 1 for row in rows])
+    mask_BNN = flat.mask_BNN if flat.ids_BN.shape[1] > 1 else None
+    out = target(flat.ids_BN, flat.positions_BN, mask_BNN, cache, [row.slot for row in rows])
+    verdicts = _verify_batch(target, rows, trees, out)
+    for b, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
+        _keep(cache, drafter, row, verdict, out, b)
+    return [Outcome(tree, verdict) for tree, verdict in zip(trees, verdicts, strict=True)]
+
+
+def plain_step(target: Target, cache: KVCache, rows: Sequence[Row]) -> list[Outcome]:
+    """One token per row, without a draft."""
+    return speculative_step(target, cache, None, rows)
+
+
+def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], out: PassOutput) -> list[Verdict]:
+    logits_BNV = target.logits(out.last_BND)
+    if all(row.sampler.plain_greedy for row in rows):
+        best = logits_BNV.argmax(-1).tolist()  # the one copy to the host; of equals the lowest id
+        return [verify(t, r.sampler, len(r.known), argmax_N=ids) for t, r, ids in zip(trees, rows, best, strict=True)]
+    return [_verify(row, tree, logits_NV) for row, tree, logits_NV in zip(rows, trees, logits_BNV, strict=True)]
+
+
+def _verify(row: Row, tree: Tree, logits_NV: Tensor) -> Verdict:
+    return verify(tree, row.sampler, len(row.known), logits_NV=logits_NV)
+
+
+def _keep(cache: KVCache, drafter: Drafter | None, row: Row, verdict: Verdict, out: PassOutput, b: int) -> None:
+    """Write the path into the cache and hand its aux to the draft; grow the known tokens."""
+    index = verdict.rows
+    cache.keep(row.slot, out.keys_LBGNE[:, b], out.values_LBGNE[:, b], index)
+    if drafter is not None and drafter.reads_aux and row.tree is not None:
+        row.pending_aux.append(out.aux_BNA[b, index])
+    row.known += verdict.tokens

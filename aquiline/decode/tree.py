@@ -1,0 +1,255 @@
+"""The drafted tree of one cycle: grow it level by level, re-rank it, flatten it for the target pass.
+
+Source: EAGLE-2 (arXiv 2406.16858) for growing and re-ranking. Pure tensors: nothing here knows a model or a cache.
+In every `Tree` a parent stands before its children, so the first n nodes are a tree again.
+
+Letters: B rows, N nodes of a tree, K nodes the draft runs at one level, C children given to each, M drafted nodes so
+far, W draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from aquiline.config import TreeConfig
+
+ROOT = -1  # the parent of a first-level node: the last known token, which is no node
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """One row's drafted tokens; the root (the last known token) is not among them. Siblings carry different tokens."""
+
+    tokens_N: Tensor  # int64, target ids
+    parents_N: Tensor  # int64, index of a node further left, or ROOT
+    depths_N: Tensor  # int64, from 1
+    scores_N: Tensor  # float32, sum of the draft's log-probabilities from the root; 0 where no draft gave any
+
+    @staticmethod
+    def empty(device: torch.device | str = "cpu") -> "Tree":
+        """No node at all: verifying it is the plain step."""
+        return Tree.from_tokens([], [], device=device)
+
+    @staticmethod
+    def from_tokens(
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        scores: Sequence[float] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "Tree":
+        """A tree written out node by node: target ids, and parents: ROOT or the index of an earlier node."""
+        assert len(tokens) == len(parents), "one parent per token"
+        assert all(ROOT <= parent < i for i, parent in enumerate(parents)), "a parent must stand before its child"
+        assert len(set(zip(parents, tokens, strict=True))) == len(tokens), "two siblings carry the same token"
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        tokens_N, parents_N, depths_N = torch.tensor([list(tokens), list(parents), depths], dtype=torch.int64).to(
+            device
+        )
+        scores_N = torch.tensor([0.0] * len(tokens) if scores is None else list(scores), dtype=torch.float32)
+        return Tree(tokens_N, parents_N, depths_N, scores_N.to(device))
+
+    @staticmethod
+    def from_paths(
+        paths: Sequence[Sequence[int]], max_nodes: int | None = None, device: torch.device | str = "cpu"
+    ) -> "Tree":
+        """Continuations of the root merged into one trie, earlier paths first; one path is a chain."""
+        nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node, in the order of the nodes
+        for path in paths:
+            parent = ROOT
+            for token in path:
+                if (parent, token) not in nodes:
+                    if len(nodes) == max_nodes:
+                        break
+                    nodes[parent, token] = len(nodes)
+                parent = nodes[parent, token]
+        return Tree.from_tokens([token for _, token in nodes], [parent for parent, _ in nodes], device=device)
+
+    def __len__(self) -> int:
+        return self.tokens_N.shape[0]
+
+    def prefix(self, num_nodes: int) -> "Tree":
+        """The first `num_nodes` nodes."""
+        n = num_nodes
+        return Tree(self.tokens_N[:n], self.parents_N[:n], self.depths_N[:n], self.scores_N[:n])
+
+    def mask(self) -> Tensor:
+        """Bool [1+N, 1+N], True = may attend; entry 0 is the root. A node sees the root, its ancestors and itself."""
+        return _ancestor_mask(self.parents_N[None])[0]
+
+    def positions(self, n: int) -> Tensor:
+        """int64 [1+N]: absolute positions of the root, which stands at `n`, and of the nodes."""
+        return torch.cat([self.depths_N.new_zeros(1), self.depths_N]) + n
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` (or of ROOT) that carries `token`, if there is one."""
+        return self._children.get((node, token))
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        parents, tokens = torch.stack([self.parents_N, self.tokens_N]).tolist()  # the one copy to the host
+        return {key: node for node, key in enumerate(zip(parents, tokens, strict=True))}
+
+
+def _ancestor_mask(parents_BN: Tensor) -> Tensor:
+    """Bool [B, 1+N, 1+N] of trees whose parents are given, the root as entry 0."""
+    num_rows, num_nodes = parents_BN.shape
+    size = 1 + num_nodes
+    rows_B1 = torch.arange(num_rows, device=parents_BN.device)[:, None]
+    # entry 0 is its own parent, so walking up ends there
+    jump = torch.cat([parents_BN.new_zeros(num_rows, 1), parents_BN + 1], dim=1)
+    sees = torch.eye(size, dtype=torch.bool, device=parents_BN.device).expand(num_rows, size, size)
+    reach = 1  # `sees` holds the ancestors less than `reach` generations up, `jump` the one at exactly `reach`
+    while reach < size:
+        sees = sees | sees[rows_B1, jump]
+        jump = jump.gather(1, jump)
+        reach *= 2
+    return sees
+
+
+class Flat(NamedTuple):
+    """The tokens of one target pass, N = 1 + most nodes: each row its root, its nodes, then padding."""
+
+    ids_BN: Tensor  # int64, target ids
+    positions_BN: Tensor  # int64, absolute
+    mask_BNN: Tensor  # bool, True = may attend
+
+
+def flatten(trees: Sequence[Tree], last_tokens: Sequence[int], positions: Sequence[int]) -> Flat:
+    """Trees of B rows side by side; `last_tokens` are their roots and `positions` where those stand.
+
+    Padding repeats the root's token and position and sees the root and itself; no other entry sees it.
+    """
+    ids_B1, positions_B1 = torch.tensor([list(last_tokens), list(positions)], device=trees[0].tokens_N.device)[
+        ..., None
+    ]
+    parents_BN = pad_sequence([t.parents_N for t in trees], batch_first=True, padding_value=ROOT)
+    depths_BN = pad_sequence([t.depths_N for t in trees], batch_first=True)
+    tokens_BN = pad_sequence([t.tokens_N for t in trees], batch_first=True)
+    tokens_BN = torch.where(depths_BN > 0, tokens_BN, ids_B1)
+    return Flat(
+        torch.cat([ids_B1, tokens_BN], dim=1),
+        torch.cat([positions_B1, positions_B1 + depths_BN], dim=1),
+        _ancestor_mask(parents_BN),
+    )
+
+
+class Level(NamedTuple):
+    """The nodes the draft runs next, K per row, best first. A row with a smaller top-k has idle nodes at the end.
+
+    Per node of depth d (the last real row r is the one that made level 1):
+
+        token embedded   the node's own
+        feature          the output of its parent, `feature_rows_BK` of the pass before (that pass's only row for d = 1)
+        RoPE position    r + d
+        attends to       all real rows, its drafted ancestors and itself
+    """
+
+    tokens_BK: Tensor  # int64, TARGET ids, ready to embed
+    feature_rows_BK: Tensor  # int64, row of the pass before
+    mask_BKM: Tensor  # bool over the M drafted nodes run so far, these K last: True = may attend
+    nodes_BK: Tensor  # int64, which nodes they are, counted in order of creation
+    depth: int
+
+
+class TreeBuilder:
+    """Grows and re-ranks the trees of B rows, each within its own limits; the caller runs the draft in between.
+
+    builder = TreeBuilder(configs, target_ids_W)
+    level = builder.extend(log_probs_BW)          # of the last real row
+    while level is not None:
+        level = builder.extend(log_probs_BKW)     # of the nodes in `level`
+    trees = builder.rerank()                      # may come earlier: then the trees are less deep
+    """
+
+    def __init__(self, configs: Sequence[TreeConfig], target_ids_W: Tensor) -> None:
+        device, num_rows = target_ids_W.device, len(configs)
+        self._configs = configs
+        self._target_ids_W = target_ids_W
+        self._k = k = min(max(c.top_k for c in configs), len(target_ids_W))
+        self._max_depth = max(c.depth for c in configs)
+        self._mixed = len({(c.depth, c.top_k) for c in configs}) > 1
+        self._top_k_B1, self._depth_B1 = torch.tensor(
+            [[c.top_k for c in configs], [c.depth for c in configs]], device=device
+        )[..., None]
+        self._rank_K = torch.arange(k, device=device)
+        self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
+        self._itself_BKK = torch.eye(k, dtype=torch.bool, device=device).expand(num_rows, k, k)
+        self._depth = 0
+        self._num_made = 0
+        # of the nodes the draft has just run: at first the last real row, standing for the root
+        self._ran_nodes_BK = torch.full((num_rows, 1), ROOT, device=device)
+        self._ran_scores_BK = torch.zeros(num_rows, 1, device=device)
+        self._ran_mask_BKM = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)
+        # of all nodes made, one [B, K*C] per level, joined once at the end
+        self._tokens: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._scores: list[Tensor] = []
+
+    def extend(self, log_probs_BKW: Tensor) -> Level | None:
+        """Give each node just run its top-k children; returns what to run next, None once the depth is reached.
+
+        `log_probs_BKW`: float32 log-probabilities of the nodes of the last `Level`; [B, W] for the first level.
+        """
+        num_rows, k = len(self._configs), self._k
+        self._depth += 1
+        steps_BKC, ids_BKC = log_probs_BKW.reshape(num_rows, -1, len(self._target_ids_W)).topk(k)
+        # A step above 0 (rounding) would rank a child before its parent; a NaN would rank before everything.
+        scores_BKC = self._ran_scores_BK[..., None] + steps_BKC.clamp(max=0)
+        scores_BKC = scores_BKC.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        if self._mixed:
+            made_BC = (self._rank_K < self._top_k_B1) & (self._depth <= self._depth_B1)
+            scores_BKC = scores_BKC.masked_fill(~made_BC[:, None], -torch.inf)
+        scores_BM = scores_BKC.flatten(1)
+        tokens_BM = self._target_ids_W[ids_BKC].flatten(1)
+        self._scores.append(scores_BM)
+        self._tokens.append(tokens_BM)
+        self._parents.append(self._ran_nodes_BK.repeat_interleave(k, dim=1))
+        first = self._num_made
+        self._num_made += scores_BM.shape[1]
+        if self._depth == self._max_depth:
+            return None
+
+        best_scores_BM, best_BM = scores_BM.sort(dim=1, descending=True, stable=True)
+        best_BK = best_BM[:, :k]
+        feature_rows_BK = best_BK // k
+        seen_BKM = self._ran_mask_BKM[self._rows_B1, feature_rows_BK]
+        self._ran_scores_BK = best_scores_BM[:, :k]
+        if self._mixed:  # only the row's own top-k best go on
+            self._ran_scores_BK = self._ran_scores_BK.masked_fill(self._rank_K >= self._top_k_B1, -torch.inf)
+        self._ran_nodes_BK = first + best_BK
+        self._ran_mask_BKM = torch.cat([seen_BKM, self._itself_BKK], dim=2)
+        tokens_BK = tokens_BM.gather(1, best_BK)
+        return Level(tokens_BK, feature_rows_BK, self._ran_mask_BKM, self._ran_nodes_BK, self._depth)
+
+    def rerank(self) -> list[Tree]:
+        """Of all nodes made the `num_nodes` best of each row, by (score descending, depth, creation order).
+
+        A child never scores above its parent, but in float32 a confident child ties with it. The nodes lie in order
+        of creation, so of depth, and the sort is stable: of the two the parent is kept, and stands first. A plain
+        top-k may keep such a child without its parent.
+        """
+        scores_BM, order_BM = torch.cat(self._scores, dim=1).sort(dim=1, descending=True, stable=True)
+        most = max(c.num_nodes for c in self._configs)
+        scores_BN, order_BN = scores_BM[:, :most], order_BM[:, :most]
+        num_rows, width = order_BN.shape
+        # creation order -> place in the tree, shifted by one so that ROOT finds itself at 0
+        place_BM = torch.full((num_rows, 1 + self._num_made), ROOT, device=order_BN.device)
+        place_BM.scatter_(1, order_BN + 1, torch.arange(width, device=order_BN.device).expand_as(order_BN))
+        parents_BN = place_BM.gather(1, torch.cat(self._parents, dim=1).gather(1, order_BN) + 1)
+        tokens_BN = torch.cat(self._tokens, dim=1).gather(1, order_BN)
+        depths_M = torch.cat([torch.full_like(made[0], 1 + d) for d, made in enumerate(self._tokens)])
+        depths_BN = depths_M[order_BN]
+        # -inf marks what a row's limits forbid, and what the draft holds impossible or could not score
+        counts = (scores_BN > -torch.inf).sum(dim=1).tolist()
+        trees = []
+        for b, (config, count) in enumerate(zip(self._configs, counts, strict=True)):
+            n = min(count, config.num_nodes)
+            trees.append(Tree(tokens_BN[b, :n], parents_BN[b, :n], depths_BN[b, :n], scores_BN[b, :n]))
+        return trees

@@ -1,0 +1,74 @@
+"""Prompt files of the measured tasks: JSONL in, conversations that wait for a reply out, nothing else.
+
+A line is an object with `turns` (a list of user turns, as MT-bench's questions; the first is asked) or with `messages`
+(everything up to the last user or tool turn is asked). Other keys, references above all, are not looked at.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aquiline.config import UserError, require
+from aquiline.data.chat import Message, check_messages
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation that ends where the target is to answer."""
+
+    id: str  # the line's `question_id` or `id`, else its line number
+    messages: list[Message]
+
+
+def task_name(path: str | Path) -> str:
+    """A task is named after its file: `eval/gsm8k.jsonl` is gsm8k."""
+    return Path(path).stem
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a JSONL file in order, the first `limit` of them (None: all); lines beyond are not read."""
+    path = Path(path)
+    require(limit is None or limit >= 1, f"the number of prompts must be at least 1, not {limit}")
+    require(path.is_file(), f"{path} is not a file; expected prompts as JSONL, one object a line")
+    prompts: list[Prompt] = []
+    with path.open("rb") as file:  # bytes: lines end at \n only, as JSONL's do
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                prompts.append(_prompt(line, str(number)))
+            except UserError as error:
+                raise UserError(f"{path}:{number}: {error}") from error
+            if len(prompts) == limit:
+                break
+    require(bool(prompts), f"{path} holds no prompt; expected JSONL, one object with 'turns' or 'messages' a line")
+    return prompts
+
+
+def _prompt(line: bytes, number: str) -> Prompt:
+    try:
+        row: Any = json.loads(line.decode("utf-8-sig"))  # a byte order mark is no reason to refuse
+    except UnicodeDecodeError as error:
+        raise UserError("not UTF-8 text; save the file as UTF-8") from error
+    except ValueError as error:
+        raise UserError(f"not JSON ({error}); expected one object a line") from error
+    except RecursionError as error:
+        raise UserError("nested too deeply to be a prompt") from error
+    require(isinstance(row, dict), f"expected an object, found {type(row).__name__}")
+    turns, messages = row.get("turns"), row.get("messages")
+    require(
+        (turns is None) != (messages is None),
+        f"expected one of 'turns' and 'messages', found the keys {', '.join(map(repr, row)) or '(none)'}",
+    )
+    if turns is not None:
+        require(
+            isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) for turn in turns),
+            "'turns' must be a list of at least one text string",
+        )
+        messages = [{"role": "user", "content": turns[0]}]
+    check_messages(messages)
+    asked = max((i + 1 for i, message in enumerate(messages) if message["role"] in ("user", "tool")), default=0)
+    require(asked > 0, "'messages' has no user turn to answer")
+    name = next((row[key] for key in ("question_id", "id") if row.get(key) is not None), number)
+    return Prompt(str(name), messages[:asked])

@@ -1,0 +1,264 @@
+"""Norm, rotary positions, attention with an explicit mask and a cache, gated MLP: used by target and draft alike.
+
+Shapes: B rows, N tokens of the pass, M tokens the mask speaks of (N, or earlier tree tokens + N), S cached slots,
+H heads, G kv heads, E head width, D width.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from aquiline.config import RopeConfig
+from aquiline.model.backend import PackedLinear
+from aquiline.model.kv_cache import KVCache
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight`, in float32 inside, rounded to x's dtype before the weight (as Transformers does)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and self.weight.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(self.weight.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """Inverse frequencies `[E/2]` (float32) and the factor on cos and sin, for every supported rope type."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv_freq = 1.0 / (rope.rope_theta**exponent)
+    if rope.rope_type == "default":
+        return inv_freq, 1.0
+    assert rope.factor is not None
+    if rope.rope_type == "linear":
+        return inv_freq / rope.factor, 1.0
+    original = rope.original_max_position_embeddings or max_positions
+    if rope.rope_type == "llama3":
+        assert rope.low_freq_factor is not None and rope.high_freq_factor is not None
+        wavelength = 2 * math.pi / inv_freq
+        smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = smooth.clamp(0, 1)  # 0: long waves, divided by factor; 1: short waves, kept
+        return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq, 1.0
+    return _yarn(rope, head_dim, original, inv_freq)
+
+
+def _yarn(rope: RopeConfig, head_dim: int, original: int, inv_freq: Tensor) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): a ramp between interpolated and kept frequencies, and a factor on the attention."""
+    assert rope.factor is not None
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low = max(math.floor(dimension(rope.beta_fast or 32)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow or 1)), head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    scale = rope.attention_factor
+    if scale is None:
+        scale = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return inv_freq / rope.factor * ramp + inv_freq * (1 - ramp), scale
+
+
+class Rotary(nn.Module):
+    """cos and sin for given positions. Computed per pass, so no table ends where a context does not."""
+
+    inv_freq: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
+        super().__init__()
+        inv_freq, self.scale = rope_frequencies(rope, head_dim, max_positions)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions `[...]` to cos and sin `[..., 1, E]` (the 1 is for the heads)."""
+        angle = positions.unsqueeze(-1).float() * self.inv_freq.float()
+        angle = torch.cat((angle, angle), dim=-1).unsqueeze(-2)
+        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to `x [..., heads, E]` (halves convention of Transformers)."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
+@dataclass
+class Context:
+    """What the tokens of a pass may attend to besides themselves, prepared once per pass for all layers.
+
+    `bias_BNM` is additive (0 or -inf) over [cached slots, own tokens]; None means everything is visible.
+    """
+
+    past_keys_LBGSE: Tensor | None
+    past_values_LBGSE: Tensor | None
+    bias_BNM: Tensor | None
+    causal: bool = False  # no cache and no explicit mask: the fused causal kernel
+    documents: list[int] | None = None  # first token of each packed document, and the end: each sees only itself
+
+    @staticmethod
+    def make(
+        mask_BNM: Tensor | None, num_tokens: int, cache: KVCache | None, slots: list[int] | None, device: torch.device
+    ) -> "Context":
+        """`mask_BNM` is True where token n may see own token m; None is causal. All kept tokens of a row are visible."""
+        lengths = [cache.lengths[s] for s in slots] if cache is not None and slots is not None else [0]
+        longest = max(lengths)
+        if longest == 0 and mask_BNM is None:
+            return Context(None, None, None, causal=True)
+        if mask_BNM is None:
+            mask_BNM = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+        ragged = min(lengths) < longest
+        bias = None
+        if ragged or num_tokens > 1 or mask_BNM.shape[2] > 1:
+            own = torch.zeros(mask_BNM.shape, device=device).masked_fill_(~mask_BNM, -torch.inf)
+            past = torch.zeros(1, 1, longest, device=device)
+            if ragged:
+                hidden = torch.arange(longest, device=device) >= torch.tensor(lengths, device=device)[:, None]
+                past = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)[:, None]
+            rows = max(own.shape[0], past.shape[0])
+            bias = torch.cat((past.expand(rows, own.shape[1], -1), own.expand(rows, -1, -1)), dim=2)
+        if longest == 0:
+            return Context(None, None, bias)
+        assert cache is not None and slots is not None
+        keys, values = cache.read(slots)
+        return Context(keys, values, bias)
+
+    def attend(self, layer: int, q_BNHE: Tensor, k_BGME: Tensor, v_BGME: Tensor) -> Tensor:
+        """Attention output `[B, N, H*E]` of one layer.
+
+        Cached and own keys are multiplied apart and only the scores are joined, so neither is the cache copied nor
+        are the kv heads expanded.
+        """
+        B, N, H, E = q_BNHE.shape
+        G = k_BGME.shape[1]
+        if self.causal:
+            if self.documents is not None:
+                return self._attend_documents(self.documents, q_BNHE, k_BGME, v_BGME)
+            out = F.scaled_dot_product_attention(
+                q_BNHE.transpose(1, 2), k_BGME, v_BGME, is_causal=True, enable_gqa=H != G
+            )
+            return out.transpose(1, 2).reshape(B, N, H * E)
+        # Query heads of one kv head are neighbours: [B, N, G, H/G, E] -> [B, G, H/G * N, E].
+        q = (q_BNHE * (E**-0.5)).view(B, N, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(B, G, -1, E)
+        scores = q @ k_BGME.transpose(-1, -2)
+        past = 0
+        if self.past_keys_LBGSE is not None:
+            past_keys = self.past_keys_LBGSE[layer]
+            past = past_keys.shape[2]
+            scores = torch.cat((q @ past_keys.transpose(-1, -2), scores), dim=-1)
+        if self.bias_BNM is not None:
+            scores = (scores.view(B, G, H // G, N, -1) + self.bias_BNM[:, None, None].to(scores.dtype)).view_as(scores)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v_BGME.dtype)
+        out = weights[..., past:] @ v_BGME
+        if self.past_values_LBGSE is not None:
+            out = out + weights[..., :past] @ self.past_values_LBGSE[layer]
+        return out.view(B, G, H // G, N, E).permute(0, 3, 1, 2, 4).reshape(B, N, H * E)
+
+    @staticmethod
+    def _attend_documents(starts: list[int], q_BNHE: Tensor, k_BGNE: Tensor, v_BGNE: Tensor) -> Tensor:
+        """Causal attention within each document of one packed row; `is_causal` over the whole row would leak."""
+        q_BHNE = q_BNHE.transpose(1, 2)
+        out = torch.empty_like(q_BNHE)
+        for a, b in itertools.pairwise(starts):
+            q, k, v = q_BHNE[:, :, a:b], k_BGNE[:, :, a:b], v_BGNE[:, :, a:b]
+            part = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            out[:, a:b] = part.transpose(1, 2)
+        return out.flatten(2)
+
+
+class Projections(nn.Module):
+    """q, k, v and o of one attention block, with optional biases and per-head q/k norms.
+
+    `pack` stacks q, k and v for decoding and frees the separate weights.
+    """
+
+    def __init__(
+        self,
+        in_width: int,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = nn.Linear(in_width, heads * head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(in_width, kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(in_width, kv_heads * head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=o_bias)
+        self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self._qkv: PackedLinear | None = None
+        self._o: PackedLinear | None = None
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`[..., D]` to rotated queries `[..., H, E]`."""
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        return rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """`[..., D]` to rotated keys and values `[..., G, E]`."""
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v
+
+    def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three at once; one projection when packed."""
+        if self._qkv is None:
+            return (self.queries(x, cos, sin), *self.keys_values(x, cos, sin))
+        qkv = self._qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+        qk, v = qkv[..., : -self.kv_heads, :], qkv[..., -self.kv_heads :, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[..., : self.heads, :]), self.k_norm(qk[..., self.heads :, :])), dim=-2)
+        qk = rotate(qk, cos, sin)
+        return qk[..., : self.heads, :], qk[..., self.heads :, :], v
+
+    def output(self, attended: Tensor) -> Tensor:
+        """`[..., H*E]` to `[..., D]`."""
+        return self.o_proj(attended) if self._o is None else self._o(attended)
+
+    def pack(self) -> None:
+        self._qkv = pack(self.q_proj, self.k_proj, self.v_proj)
+        self._o = pack(self.o_proj)
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, width: int, inner: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self._gate_up: PackedLinear | None = None
+        self._down: PackedLinear | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._gate_up is None or self._down is None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._down(F.silu(gate) * up)
+
+    def pack(self) -> None:
+        self._gate_up = pack(self.gate_proj, self.up_proj)
+        self._down = pack(self.down_proj)
+
+
+def pack(*linears: nn.Linear) -> PackedLinear:
+    """Stack linears that read the same input for decoding, and free their own weights."""
+    packed = PackedLinear([m.weight for m in linears], [m.bias for m in linears])
+    for m in linears:
+        m.weight = nn.Parameter(m.weight.new_empty(0), requires_grad=False)
+    return packed

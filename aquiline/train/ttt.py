@@ -1,0 +1,320 @@
+"""READ SECOND. Training-time test: the draft unrolled on its own features, as it will run when it decodes.
+
+Documents are packed one behind the other; nothing crosses a document's end. Row t at step k:
+
+    embeds     x_{t+1+k}
+    feature    fc(aux_t) at k = 0, afterwards the row's own output of step k-1
+    attends    the step-0 keys of rows 0..t (true features), and of steps 1..k only its OWN keys
+    teacher    the target's distribution at position t+1+k, its prediction of x_{t+2+k}
+    position   t + k
+
+Supervised is a row whose x_{t+2+k} was written by this target in the same document. A row that no later step
+supervises is not run at step k at all: nobody reads its later keys.
+
+Shapes: T tokens of the pack, R rows of a step, K steps, D target width, A width of aux, H draft width, h query heads,
+G kv heads, E head width, W draft vocabulary, P teacher positions.
+Source: EAGLE-3 (arXiv 2503.01840), section 3.2.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aquiline.model.draft import Draft
+
+_ROWS = 256  # rows of logits at a time: 256 x 8,192 float32 stays in the last-level cache
+
+
+@dataclass
+class Pack:
+    """Documents behind each other with the target's features of every token."""
+
+    ids_T: Tensor
+    supervised_T: Tensor  # bool: the token was written by this target
+    starts: list[int]  # first token of each document, and T
+    aux_TA: Tensor
+    last_TD: Tensor  # final state of the target, after its norm
+    argmax_T: Tensor  # the target's arg-max id at each position; -1 where nothing is supervised by it
+    embeds_TH: Tensor
+
+
+@dataclass
+class StepStats:
+    """Of one unroll, per step. `right` and `counted` are `[K, T]`, by the row's position in the pack."""
+
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(
+        default_factory=list
+    )  # of all supervised rows; outside the draft vocabulary is a miss
+    rows: list[int] = field(default_factory=list)
+    right_KT: Tensor | None = None  # the draft's arg-max is the stored token x_{t+2+k}
+    counted_KT: Tensor | None = None  # the stored token is the target's own arg-max, so `right` can be judged
+
+
+@dataclass
+class Plan:
+    """Which rows run at which step."""
+
+    valid_KT: Tensor  # bool: supervised at step k
+    active: list[Tensor]  # rows that run at step k, ascending; each a subset of the one before
+    document_T: Tensor
+    position_T: Tensor
+    starts: list[int]
+
+    @staticmethod
+    def make(supervised_T: Tensor, starts: list[int], steps: int) -> "Plan":
+        T = len(supervised_T)
+        lengths = torch.tensor(starts[1:]) - torch.tensor(starts[:-1])
+        document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        position = torch.arange(T) - torch.tensor(starts)[document]
+        valid = torch.zeros(steps, T, dtype=torch.bool)
+        for k in range(steps):
+            shift = 2 + k
+            if shift < T:
+                valid[k, : T - shift] = supervised_T[shift:].cpu() & (document[shift:] == document[: T - shift])
+        needed = valid.flip(0).cumsum(0).flip(0) > 0
+        active = [needed[k].nonzero().squeeze(1) for k in range(steps)]
+        return Plan(valid, active, document, position, starts)
+
+    def spans(self, step: int) -> list[tuple[int, int, int, int]]:
+        """Per document with rows at this step: (first row index, end row index) in `active[step]`, (first key, end key)."""
+        rows = self.active[step]
+        counts = torch.bincount(self.document_T[rows], minlength=len(self.starts) - 1).tolist()
+        spans, a = [], 0
+        for d, n in enumerate(counts):
+            if n:
+                spans.append((a, a + n, self.starts[d], int(rows[a + n - 1]) + 1))
+            a += n
+        return spans
+
+
+class UnrollAttention(torch.autograd.Function):
+    """One causal block over the true features plus one diagonal per later step, merged exactly.
+
+    Each document's block runs through the fused kernel, which also returns its log-sum-exp; the diagonals are folded in
+    by hand. The kernel's log-sum-exp carries no gradient, so autograd through a merge of it would be silently wrong:
+    instead the backward hands the kernel the MERGED output and the MERGED log-sum-exp, for which its formula
+    `dS = P * (dO.v - dO.O)` with `P = exp(S - lse)` holds as it stands.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_RhE: Tensor, k_TGE: Tensor, v_TGE: Tensor, plan: Plan, step: int, *diagonals: Tensor
+    ) -> Tensor:
+        """`diagonals` are the keys of steps 1..step, then the values, each `[rows of that step, G, E]`."""
+        scale = q_RhE.shape[-1] ** -0.5
+        out = torch.empty_like(q_RhE)
+        lse = torch.empty(q_RhE.shape[:2], dtype=torch.float32, device=q_RhE.device)
+        for a, b, first, end in plan.spans(step):
+            q, k, v, mask = _block(q_RhE, k_TGE, v_TGE, plan, step, (a, b, first, end))
+            o, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, False, attn_mask=mask, scale=scale
+            )
+            out[a:b], lse[a:b] = o[0].transpose(0, 1), block_lse[0].transpose(0, 1)
+        keys, values = diagonals[:step], diagonals[step:]
+        if step:
+            scores = torch.stack([_own(q_RhE, key[_inside(plan, j + 1, step)], scale) for j, key in enumerate(keys)])
+            merged = torch.logsumexp(torch.cat((lse[None], scores)), dim=0)
+            out *= (lse - merged).exp().to(out.dtype)[..., None]
+            for j, value in enumerate(values):
+                weight = (scores[j] - merged).exp().to(out.dtype)[..., None]
+                out += weight * _heads(value[_inside(plan, j + 1, step)], q_RhE.shape[1])
+            lse = merged
+        ctx.plan, ctx.step = plan, step
+        ctx.save_for_backward(q_RhE, k_TGE, v_TGE, out, lse, *diagonals)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q_RhE, k_TGE, v_TGE, out, lse, *diagonals = ctx.saved_tensors
+        plan, step = ctx.plan, ctx.step
+        grad = grad_outputs[0].contiguous()
+        scale, G = q_RhE.shape[-1] ** -0.5, k_TGE.shape[1]
+        dq, dk, dv = torch.zeros_like(q_RhE), torch.zeros_like(k_TGE), torch.zeros_like(v_TGE)
+        for a, b, first, end in plan.spans(step):
+            q, k, v, mask = _block(q_RhE, k_TGE, v_TGE, plan, step, (a, b, first, end))
+            part = [x[a:b].transpose(0, 1)[None].contiguous() for x in (grad, out)]
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                part[0], q, k, v, part[1], lse[a:b].t()[None].contiguous(), 0.0, False, attn_mask=mask, scale=scale
+            )
+            dq[a:b] = grads[0][0].transpose(0, 1)
+            dk[first:end] += _ungroup(grads[1][0].transpose(0, 1), G)
+            dv[first:end] += _ungroup(grads[2][0].transpose(0, 1), G)
+        diagonal_grads: list[Tensor] = [torch.zeros_like(x) for x in diagonals]
+        common = (grad * out).sum(-1)
+        for j in range(step):
+            inside = _inside(plan, j + 1, step)
+            key, value = (
+                _heads(diagonals[j][inside], q_RhE.shape[1]),
+                _heads(diagonals[step + j][inside], q_RhE.shape[1]),
+            )
+            weight = ((q_RhE * key).sum(-1).float() * scale - lse).exp().to(grad.dtype)
+            ds = (weight * ((grad * value).sum(-1) - common) * scale)[..., None]
+            dq += ds * key
+            diagonal_grads[j][inside] = _ungroup(ds * q_RhE, G)
+            diagonal_grads[step + j][inside] = _ungroup(weight[..., None] * grad, G)
+        return dq, dk, dv, None, None, *diagonal_grads
+
+
+def _block(
+    q_RhE: Tensor, k_TGE: Tensor, v_TGE: Tensor, plan: Plan, step: int, span: tuple[int, int, int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One document's queries, keys, values `[1, h, n, E]` and additive mask `[n, keys]`."""
+    a, b, first, end = span
+    rows = plan.active[step][a:b]
+    hidden = torch.arange(first, end)[None] > rows[:, None]
+    mask = torch.zeros(hidden.shape, dtype=q_RhE.dtype).masked_fill_(hidden, -torch.inf)
+    heads = q_RhE.shape[1]
+    k, v = (_heads(x[first:end], heads).transpose(0, 1)[None] for x in (k_TGE, v_TGE))
+    return q_RhE[a:b].transpose(0, 1)[None], k, v, mask
+
+
+def _inside(plan: Plan, earlier: int, step: int) -> Tensor:
+    """Where the rows of `step` stand among the rows of an `earlier` step."""
+    return torch.searchsorted(plan.active[earlier], plan.active[step])
+
+
+def _heads(x_RGE: Tensor, heads: int) -> Tensor:
+    return x_RGE.repeat_interleave(heads // x_RGE.shape[1], dim=1)
+
+
+def _ungroup(x_RhE: Tensor, kv_heads: int) -> Tensor:
+    return x_RhE.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+def _own(q_RhE: Tensor, k_RGE: Tensor, scale: float) -> Tensor:
+    return (q_RhE * _heads(k_RGE, q_RhE.shape[1])).sum(-1).float() * scale
+
+
+class HeadLoss(torch.autograd.Function):
+    """`lm_head` and the soft cross-entropy against the teacher in one go, a few rows at a time.
+
+    The loss is a plain sum over rows, so its gradient is known in the forward already: logits are never kept, and
+    neither the memory nor the backward grows with the vocabulary times the steps.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RH: Tensor, weight_WH: Tensor, probs_PW: Tensor, teacher_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`teacher_R` says which row of `probs_PW` teaches each row. Returns (summed loss, the draft's arg-max `[R]`)."""
+        train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        d_hidden = torch.zeros_like(hidden_RH) if train else None
+        d_weight = torch.zeros_like(weight_WH) if train else None
+        total = torch.zeros((), dtype=torch.float64)
+        best = torch.empty(len(hidden_RH), dtype=torch.long, device=hidden_RH.device)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden_RH.dtype
+        weight = weight_WH.to(dtype)
+        for a in range(0, len(hidden_RH), _ROWS):
+            rows = slice(a, a + _ROWS)
+            hidden = hidden_RH[rows].to(dtype)
+            logits = F.linear(hidden, weight).float()
+            probs = probs_PW[teacher_R[rows]].float()
+            highest, best[rows] = logits.max(-1)
+            q = torch.softmax(logits, dim=-1)
+            # log-sum-exp from the arg-max's own probability: one pass over the vocabulary less.
+            logsumexp = highest - q.gather(1, best[rows, None]).squeeze(1).log()
+            total += logsumexp.sum().double() - (probs * logits).sum().double()
+            if d_hidden is not None and d_weight is not None:
+                d_logits = q.sub_(probs).to(dtype)
+                d_hidden[rows] = (d_logits @ weight).to(d_hidden.dtype)
+                d_weight += (d_logits.t() @ hidden).to(d_weight.dtype)
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.mark_non_differentiable(best)
+        return total.float(), best
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * grad_outputs[0], d_weight * grad_outputs[0], None, None
+
+
+def unroll(
+    draft: Draft, pack: Pack, head_rows_WD: Tensor, steps: int, decay: float, *, skip_outside: bool = True
+) -> tuple[Tensor, StepStats]:
+    """Unroll the draft `steps` times over a pack.
+
+    `head_rows_WD` are the target's head rows of the draft vocabulary. Returns the loss, the sum over k of
+    `decay**k` times the mean soft cross-entropy of step k against the teacher renormalised over the draft vocabulary,
+    and what was measured on the way. With `skip_outside`, rows whose teacher arg-max the draft cannot propose are left
+    out of the loss (the reference's convention); they always count as misses.
+    """
+    plan = Plan.make(pack.supervised_T, pack.starts, steps)
+    T = len(pack.ids_T)
+    probs_PW, teacher_T = _teacher(pack, plan, head_rows_WD)
+    outside_T = draft.vocab.draft_ids_V[pack.argmax_T.clamp(min=0)] < 0
+    stats = StepStats(
+        right_KT=torch.zeros(steps, T, dtype=torch.bool), counted_KT=torch.zeros(steps, T, dtype=torch.bool)
+    )
+    assert stats.right_KT is not None and stats.counted_KT is not None
+
+    attention = draft.midlayer.self_attn
+    g_TH = draft.fuse(pack.aux_TA)
+    # The last row of a document has no next token; its key is never attended by a supervised row.
+    x_T, residual_T = draft.midlayer.inputs(pack.embeds_TH[torch.arange(1, T + 1).clamp(max=T - 1)], g_TH)
+    cos, sin = draft.rotary(plan.position_T, x_T.dtype)
+    k_TGE, v_TGE = attention.keys_values(x_T, cos, sin)
+    rows = plan.active[0]
+    x, residual = x_T[rows], residual_T[rows]
+    q = attention.queries(x, cos[rows], sin[rows])
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    loss = g_TH.new_zeros((), dtype=torch.float32)
+    for k in range(steps):
+        rows = plan.active[k]
+        if len(rows) == 0:
+            stats.loss.append(0.0)
+            stats.accuracy.append(0.0)
+            stats.rows.append(0)
+            continue
+        if k > 0:
+            kept = _inside(plan, k - 1, k)
+            x, residual = draft.midlayer.inputs(pack.embeds_TH[rows + 1 + k], feature[kept])  # noqa: F821 (of step k-1)
+            cos, sin = draft.rotary(plan.position_T[rows] + k, x.dtype)
+            q, key, value = attention.queries_keys_values(x, cos, sin)
+            keys.append(key)
+            values.append(value)
+        attended = UnrollAttention.apply(q, k_TGE, v_TGE, plan, k, *keys, *values)
+        feature, hidden = draft.outputs(draft.midlayer.finish(residual, attended.flatten(1)))
+
+        supervised = plan.valid_KT[k, rows]
+        position = rows + 1 + k  # of the teacher
+        scored = supervised & ~outside_T[position] if skip_outside else supervised
+        total, best = HeadLoss.apply(hidden[scored], draft.lm_head.weight, probs_PW, teacher_T[position[scored]])
+        mean = total / max(int(scored.sum()), 1)
+        loss = loss + decay**k * mean
+        proposed = draft.vocab.target_ids_W[best]
+        teacher_id = pack.argmax_T[position[scored]]
+        stats.loss.append(float(mean.detach()))
+        stats.rows.append(int(supervised.sum()))
+        stats.accuracy.append(float((proposed == teacher_id).sum()) / max(int(supervised.sum()), 1))
+        stored = pack.ids_T[(position + 1).clamp(max=T - 1)]
+        stats.right_KT[k, rows[scored]] = proposed == stored[scored]
+        stats.counted_KT[k, rows] = supervised & (pack.argmax_T[position] == stored)
+    return loss, stats
+
+
+def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's distributions over the draft vocabulary `[P, W]`, once per position any step uses, and where each is.
+
+    Step k's teacher is step 0's shifted by k, so nothing here is computed twice.
+    """
+    T = len(pack.ids_T)
+    used = torch.zeros(T + 1, dtype=torch.bool)
+    for k in range(len(plan.active)):
+        used[plan.valid_KT[k].nonzero().squeeze(1) + 1 + k] = True
+    positions = used[:T].nonzero().squeeze(1)
+    where = torch.full((T,), -1, dtype=torch.long)
+    where[positions] = torch.arange(len(positions))
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+    probs = torch.empty(len(positions), len(head_rows_WD), dtype=dtype)
+    head_rows = head_rows_WD.to(dtype)
+    with torch.no_grad():
+        for a in range(0, len(positions), _ROWS):
+            at = positions[a : a + _ROWS]
+            logits = F.linear(pack.last_TD[at].to(dtype), head_rows).float()
+            probs[a : a + _ROWS] = torch.softmax(logits, dim=-1).to(dtype)
+    return probs, where

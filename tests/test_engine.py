@@ -1,0 +1,343 @@
+"""The engine: lossless with every kind of draft, caches equal to a fresh prefill, stops, limits, batches."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from aquiline.config import Limits, SamplingConfig, TreeConfig, UserError
+from aquiline.decode.drafter import EagleDrafter, NgramDrafter, Row
+from aquiline.decode.engine import OWN, Engine, Request
+from aquiline.decode.tree import Tree
+from tests.conftest import tiny_draft, tiny_target
+
+TREES = [TreeConfig(4, 1, 4), TreeConfig(3, 4, 10), TreeConfig(6, 8, 60), TreeConfig(1, 3, 3)]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def decode(target, draft, prompts, *, tree=None, limit=40, max_batch=1, **sampling):
+    engine = Engine(target, draft, max_batch=max_batch)
+    requests = [Request(p, SamplingConfig(**sampling), Limits(max_new_tokens=limit), tree) for p in prompts]
+    engine.run(requests)
+    return requests
+
+
+class Scripted:
+    """Wraps a drafter and plants the target's own continuation at chosen nodes among junk."""
+
+    reads_aux = True
+
+    def __init__(self, inner: EagleDrafter, continuation: dict[tuple[int, ...], list[int]], shapes) -> None:
+        self.inner, self.continuation, self.shapes = inner, continuation, itertools.cycle(shapes)
+        self.planted: list[int] = []
+
+    def draft(self, rows: list[Row]) -> list[Tree]:
+        self.inner.draft(rows)  # the real draft catches up all the same, so that its cache can be compared
+        return [self._plant(row) for row in rows]
+
+    def _plant(self, row: Row) -> Tree:
+        parents, right = next(self.shapes)
+        start = next(len(p) for p in self.continuation if tuple(row.known[: len(p)]) == p)
+        text = self.continuation[tuple(row.known[:start])]
+        ahead = text[len(row.known) - start :]
+        if row.room - 1 < len(right) or len(ahead) <= len(parents):
+            return Tree.empty()
+        tokens: list[int] = []
+        for node in range(len(parents)):
+            if node in right:
+                tokens.append(ahead[right.index(node)])
+            else:
+                siblings = [t for t, p in zip(tokens, parents, strict=False) if p == parents[node]]
+                planted = [ahead[right.index(r)] for r in right if parents[r] == parents[node]]
+                depth, up = 0, parents[node]
+                while up != -1:
+                    depth, up = depth + 1, parents[up]
+                wrong = [t for t in range(64) if t not in siblings and t not in planted and t != ahead[depth]]
+                tokens.append(wrong[node % len(wrong)])
+        self.planted.append(len(right))
+        return Tree.from_tokens(tokens, parents)
+
+    def move(self, source, destination):
+        self.inner.move(source, destination)
+
+    def truncate(self, slot, length):
+        self.inner.truncate(slot, length)
+
+    def length(self, slot):
+        return self.inner.length(slot)
+
+
+# (parents, the nodes that carry the target's own continuation, in order)
+SHAPES = [
+    ([-1, -1, -1, 0, 0, 1, 1, 3, 5, 8], []),
+    ([-1, -1, -1, 0, 0, 1, 1, 3, 5, 8], [0]),
+    ([-1, -1, -1, 0, 0, 1, 1, 3, 5, 8], [2]),
+    ([-1, -1, -1, 0, 0, 1, 1, 3, 5, 8], [0, 3, 7]),
+    ([-1, -1, -1, 0, 0, 1, 1, 3, 5, 8], [1, 6]),
+    ([-1, -1, -1, 0, 0, 1, 1, 3, 5, 8], [1, 5, 8, 9]),
+    ([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4]),
+    ([-1, -1, -1, -1], [3]),
+]
+
+
+def fresh_caches(target, draft, known):
+    """Both caches after a prefill of the same tokens."""
+    n = len(known) - 1
+    ids = torch.tensor([known])
+    out = target(ids[:, :n], torch.arange(n)[None])
+    g = draft.fuse(out.aux_BNA)
+    real = draft(draft.embed(ids[:, 1:], target.embed), g, torch.arange(n)[None])
+    return out, real
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scripted_acceptance_leaves_both_caches_as_a_fresh_prefill(batch):
+    target = tiny_target()
+    draft = tiny_draft(target).requires_grad_(False)
+    prompts = [prompt(n, seed) for seed, n in enumerate((7, 3, 12))][:batch]
+    plain = decode(target, None, prompts, limit=60)
+    continuation = {tuple(p): r.output_ids for p, r in zip(prompts, plain, strict=True)}
+    engine = Engine(target, None, max_batch=batch)
+    inner = EagleDrafter(draft, target.embed, batch, engine.context)
+    engine.drafter = scripted = Scripted(inner, continuation, SHAPES)
+    requests = [engine.submit(Request(p, limits=Limits(60), tree=TreeConfig(5, 5, 10))) for p in prompts]
+    lengths = set()
+    while engine.busy:
+        engine.step()
+        for request, row in engine._running:
+            known = row.known
+            assert known == list(request.prompt_ids) + request.output_ids
+            out, real = fresh_caches(target, draft, known)
+            n = len(known) - 1
+            assert engine.cache.lengths[row.slot] == n
+            assert torch.allclose(engine.cache.keys_LRGSE[:, row.slot, :, :n], out.keys_LBGNE[:, 0], atol=1e-4)
+            assert torch.allclose(engine.cache.values_LRGSE[:, row.slot, :, :n], out.values_LBGNE[:, 0], atol=1e-4)
+            r = inner.cache.lengths[row.slot]
+            assert r <= n  # rows of this cycle's path are fed at the next
+            assert torch.allclose(inner.cache.keys_LRGSE[:, row.slot, :, :r], real.keys_LBGNE[:, 0, :, :r], atol=1e-4)
+            pending = torch.cat(row.pending_aux)
+            assert torch.allclose(pending, out.aux_BNA[0, r:], atol=1e-4)
+            lengths.update(request.cycle_lengths)
+    for request, reference in zip(requests, plain, strict=True):
+        assert request.output_ids == reference.output_ids
+        assert request.tau is not None
+        assert request.tau > 2  # the script accepts, so this test cannot pass by rejecting everything
+    assert lengths >= {1, 2, 3, 4, 5, 6}  # every path length happened
+    assert set(scripted.planted) >= {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("kind", ["random", "zeroed", "ngram", "own embedding"])
+def test_greedy_text_equals_plain_decoding(tree, kind):
+    target = tiny_target()
+    draft = {
+        "random": lambda: tiny_draft(target),
+        "zeroed": lambda: tiny_draft(target),
+        "ngram": lambda: "ngram",
+        "own embedding": lambda: tiny_draft(target, own_embedding=True, hidden_size=16, head_dim=4),
+    }[kind]()
+    if kind == "zeroed":
+        for p in draft.parameters():
+            p.data.zero_()
+    prompts = [prompt(n, seed) for seed, n in enumerate((1, 2, 9, 30))]
+    plain = decode(target, None, prompts)
+    speculative = decode(target, draft, prompts, tree=tree)
+    assert target.dtype == torch.float32
+    for a, b in zip(plain, speculative, strict=True):
+        assert a.output_ids == b.output_ids
+        assert a.tau is None
+        assert b.cycles > 0
+
+
+def test_prompt_lookup_accepts_repeated_text():
+    target = tiny_target()
+    once = prompt(1, 4)
+    text = decode(target, None, [once], limit=200)[0].output_ids
+    repeated = once + text  # a greedy tiny model runs into a loop; its own text is in the prompt
+    requests = decode(target, "ngram", [repeated], tree=TreeConfig(5, 2, 8), limit=40)
+    assert requests[0].output_ids == decode(target, None, [repeated], limit=40)[0].output_ids
+    assert requests[0].tau > 1.5
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_sampled_text_depends_on_the_seed_alone(tree):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    settings = {"temperature": 1.0, "top_k": 30, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
+    prompts = [prompt(5, 1), prompt(8, 2)]
+    for seed in (0, 1):
+        plain = decode(target, None, prompts, seed=seed, **settings)
+        for drafted in (draft, "ngram"):
+            got = decode(target, drafted, prompts, tree=tree, seed=seed, **settings)
+            assert [r.output_ids for r in got] == [r.output_ids for r in plain]
+    other = decode(target, None, prompts, seed=2, **settings)
+    assert [r.output_ids for r in other] != [r.output_ids for r in plain]
+
+
+def test_a_batch_gives_each_request_what_it_gets_alone():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    requests = []
+    for i, n in enumerate((3, 17, 40, 5, 9)):
+        sampling = SamplingConfig(temperature=0.8 if i % 2 else 0.0, seed=i)
+        tree = [TreeConfig(3, 3, 7), None, TreeConfig(5, 1, 5), TreeConfig(6, 8, 60), TreeConfig(2, 2, 4)][i]
+        requests.append(Request(prompt(n, i), sampling, Limits(12 + 7 * i), tree))
+    alone = [dataclasses.replace(r) for r in requests]
+    for r in alone:
+        r.output_ids, r.origins, r.cycle_lengths, r.tried, r.accepted = [], [], [], [], []
+        Engine(target, draft).run([r])
+    engine = Engine(target, draft, max_batch=3)  # five requests share three slots, joining and leaving
+    engine.run(requests)
+    for together, single in zip(requests, alone, strict=True):
+        assert together.output_ids == single.output_ids
+        assert together.cycle_lengths == single.cycle_lengths
+        assert together.origins == single.origins
+
+
+def test_stop_inside_an_accepted_run_ends_the_text_there():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    p = prompt(6, 3)
+    text = decode(target, None, [p], limit=40)[0].output_ids
+    stop = text[20]
+    first = text.index(stop)
+    engine = Engine(target, None)
+    engine.drafter = Scripted(
+        EagleDrafter(draft, target.embed, 1, 256), {tuple(p): text}, [([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4])]
+    )
+    request = Request(p, limits=Limits(first + 1, frozenset({stop})), tree=TreeConfig(5, 1, 5))
+    engine.run([request])
+    assert request.output_ids == text[: first + 1]
+    assert request.finish_reason == "stop"  # a stop beats the limit reached by the same token
+    assert len(request.origins) == len(request.output_ids)
+
+
+def test_limits_and_reasons():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    tree = TreeConfig(6, 8, 60)
+    for limit in (0, 1, 2, 3):
+        r = decode(target, draft, [prompt(5)], tree=tree, limit=limit)[0]
+        assert (len(r.output_ids), r.finish_reason) == (limit, "length")
+    whole = decode(target, None, [prompt(5)], limit=100)[0].output_ids
+    for length, reason in ((31, "context"), (32, "context"), (40, "context"), (30, "context")):
+        for drafted in (None, draft):
+            engine = Engine(target, drafted, context=32)
+            r = Request(prompt(length), limits=Limits(100), tree=tree)
+            engine.run([r])
+            assert r.finish_reason == reason
+            assert len(r.output_ids) == max(0, 32 - length)
+    engine = Engine(target, draft, context=32)
+    r = Request(prompt(5), limits=Limits(100), tree=tree)
+    engine.run([r])
+    assert r.output_ids == whole[:27]
+    assert r.finish_reason == "context"
+
+
+def test_bad_prompts_are_refused():
+    engine = Engine(tiny_target())
+    with pytest.raises(UserError, match="empty"):
+        engine.submit(Request([]))
+    with pytest.raises(UserError, match="64"):
+        engine.submit(Request([3, 64]))
+    with pytest.raises(UserError, match="bans every token"):
+        engine.run([Request([3], SamplingConfig(logit_bias=tuple((i, -100.0) for i in range(64))))])
+
+
+def test_streaming_gives_every_token_once_with_its_origin_and_leaving_cancels():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    engine = Engine(target, draft)
+    request = Request(prompt(5), limits=Limits(30), tree=TreeConfig(4, 4, 12))
+    pairs = [pair for chunk in engine.stream(request) for pair in chunk]
+    assert [t for t, _ in pairs] == request.output_ids
+    assert [o for _, o in pairs] == request.origins
+    assert request.origins[0] == OWN
+    left = Request(prompt(5), limits=Limits(30), tree=TreeConfig(4, 4, 12))
+    for _ in engine.stream(left):
+        break
+    assert left.finish_reason == "cancelled"
+    assert not engine.busy
+    assert (
+        engine.run([Request(prompt(5), limits=Limits(30), tree=TreeConfig(4, 4, 12))])[0].output_ids
+        == request.output_ids
+    )
+
+
+def test_a_held_cache_is_reused_and_changes_neither_text_nor_tau():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    tree = TreeConfig(4, 4, 12)
+    for cut in (0, 3, 8):  # the second prompt keeps all of the first turn, or only part of it
+        engine = Engine(target, draft)
+        first = Request(prompt(9), limits=Limits(15), tree=tree, hold=True)
+        engine.run([first])
+        history = list(first.prompt_ids) + first.output_ids
+        second_prompt = history[: len(history) - cut] + prompt(6, 5)
+        second = engine.submit(Request(second_prompt, limits=Limits(25), tree=tree), after=first)
+        while engine.busy:
+            engine.step()
+        alone = Request(second_prompt, limits=Limits(25), tree=tree)
+        Engine(target, draft).run([alone])
+        assert second.reused_tokens >= len(history) - cut - 6
+        assert second.output_ids == alone.output_ids
+        assert second.cycle_lengths == alone.cycle_lengths
+
+
+def test_draft_positions_of_the_algorithms_example():
+    # 7 prompt tokens and the first sampled one: the last real row is 6, the first drafted node stands at 7.
+    target = tiny_target()
+    draft = tiny_draft(target)
+    seen = []
+    forward = draft.forward
+
+    def spy(embeds, g, positions, *rest):
+        seen.append(positions.tolist())
+        return forward(embeds, g, positions, *rest)
+
+    draft.forward = spy
+    engine = Engine(target, draft)
+    engine.submit(Request(prompt(7), limits=Limits(8), tree=TreeConfig(3, 2, 4)))
+    engine.step()
+    assert seen[0] == [list(range(7))]
+    assert seen[1] == [[7, 7]]
+    assert seen[2] == [[8, 8]]
+
+
+def test_draft_longer_than_its_own_max_positions_neither_crashes_nor_changes_text():
+    target = tiny_target()
+    draft = tiny_draft(target, max_positions=16)
+    p = prompt(40)
+    assert (
+        decode(target, draft, [p], tree=TreeConfig(4, 4, 12))[0].output_ids == decode(target, None, [p])[0].output_ids
+    )
+
+
+def test_a_drafted_stop_token_counts_only_once_the_target_accepts_it():
+    target = tiny_target()
+    draft = tiny_draft(target, draft_vocab_size=64)
+    p = prompt(6, 3)
+    text = decode(target, None, [p], limit=30)[0].output_ids
+    stop = next(t for t in range(64) if t not in text)
+    with torch.no_grad():  # a head that always proposes the stop token
+        draft.lm_head.weight.zero_()
+        draft.norm.weight.fill_(1.0)
+        draft.lm_head.weight[stop] = 1.0
+    engine = Engine(target, draft)
+    r = Request(p, limits=Limits(30, frozenset({stop})), tree=TreeConfig(4, 4, 12))
+    engine.run([r])
+    assert r.output_ids == text
+    assert r.finish_reason == "length"
+
+
+def test_ngram_drafter_proposes_the_latest_longest_match():
+    drafter = NgramDrafter(longest=3, shortest=2)
+    known = [1, 2, 3, 7, 8, 1, 2, 3, 9, 4, 1, 2, 3]
+    row = Row(0, known, sampler=None, tree=TreeConfig(2, 2, 4), room=10)  # type: ignore[arg-type]
+    tree = drafter.draft([row])[0]
+    assert tree.tokens_N.tolist() == [9, 4, 7, 8]
+    assert tree.parents_N.tolist() == [-1, 0, -1, 2]
