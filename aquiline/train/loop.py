@@ -95,20 +95,26 @@ def schedule(step: int, total: int, config: TrainConfig) -> float:
     return config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def init_draft(draft: Draft, target: Target, seed: int) -> None:
-    """`lm_head` starts as the target's rows and `norm` as its final norm; every other matrix is random (std 0.02)."""
+@torch.no_grad()
+def init_draft(draft: Draft, target: Target, features: Features, seed: int) -> None:
+    """`lm_head` starts as the target's rows; the rest is random (std 0.02), with `fc` scaled to the captured states.
+
+    Their sizes differ tenfold between layers: each layer's part of `fc` is divided by the median root mean square of
+    its states in `features`, so that every layer adds to a feature of about unit size. (The mean would be ruled by the
+    few tokens with massive activations.)
+    """
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in draft.named_parameters():
-            if p.ndim == 2:
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
-            elif name.endswith("bias"):
-                p.zero_()
-            else:
-                p.fill_(1.0)
-        if draft.config.hidden_size == target.config.hidden_size:
-            draft.lm_head.weight.copy_(target.head_weight[draft.vocab.target_ids_W])
-            draft.norm.weight.copy_(target.model.norm.weight)
+    for name, p in draft.named_parameters():
+        if p.ndim == 2:
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
+        else:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+    states = features.aux_TA.float().chunk(len(draft.config.capture_after), dim=-1)
+    for part, x in zip(draft.fc.weight.chunk(len(states), dim=1), states, strict=True):
+        rms = float(x.pow(2).mean(-1).sqrt().median())
+        part.div_(0.02 * draft.fc.in_features**0.5 * max(rms, 1e-6))
+    if draft.config.hidden_size == target.config.hidden_size:
+        draft.lm_head.weight.copy_(target.head_weight[draft.vocab.target_ids_W])
 
 
 def make_pack(documents: Sequence[Document], features: Features, draft: Draft, target: Target) -> Pack:

