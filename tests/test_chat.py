@@ -598,7 +598,7 @@ def test_gguf_files_that_cannot_be_used_say_why(tmp_path):
 
 
 def test_importing_the_module_does_not_import_transformers():
-    code = "import sys, aquiline.data.chat; sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, aquiline.data.chat; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 import transformers
 
-from aquiline.config import DraftConfig, RopeConfig, UserError
-from aquiline.files import checkpoint, formats
-from aquiline.files.checkpoint import AquilineWarning, DraftInfo, load_draft, load_target, save_draft
+from aquiline.config import AquilineWarning, DraftConfig, RopeConfig, UserError
+from aquiline.files import checkpoint, disk, target_formats
+from aquiline.files.checkpoint import DraftInfo, load_draft, load_target, save_draft
 from aquiline.model.draft import Draft
 from aquiline.model.vocab import VocabMap
 
@@ -261,7 +261,7 @@ def write_gguf(path, model, arch, kind=gguf.GGMLQuantizationType.F32, drop=()):
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
     writer.add_token_list(["a", "b"])
     writer.add_eos_token_id(2)
-    theirs = {ours: name for name, ours in formats._GGUF_TENSORS.items()}
+    theirs = {ours: name for name, ours in target_formats._GGUF_TENSORS.items()}
     for name, tensor in model.state_dict().items():
         if name in drop:
             continue
@@ -430,7 +430,7 @@ class TestDraft:
         assert {p.name for p in (tmp_path / "draft").iterdir()} == {"config.json", "model.safetensors", "run.json"}
         modes = {p.stat().st_mode for p in (tmp_path / "draft").iterdir()}
         assert len(modes) == 1, "the weights are as readable as the rest"
-        config = checkpoint.read_json(tmp_path / "draft" / "config.json")
+        config = disk.read_json(tmp_path / "draft" / "config.json")
         assert config["tie_word_embeddings"] is False
         assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
         assert checkpoint.draft_info(config) == info_of(target)
@@ -601,13 +601,13 @@ class TestExportTarget:
 
 class TestAtomicity:
     def fill(self, folder, text):
-        with checkpoint.atomic_folder(folder) as scratch:
+        with disk.atomic_folder(folder) as scratch:
             (scratch / "config.json").write_text(text)
 
     @pytest.mark.parametrize("can_exchange", [True, False])
     def test_replaces_a_folder(self, tmp_path, monkeypatch, can_exchange):
         if not can_exchange:
-            monkeypatch.setattr(checkpoint, "_exchange", lambda a, b: False)
+            monkeypatch.setattr(disk, "_exchange", lambda a, b: False)
         for text in ("one", "two"):
             self.fill(tmp_path / "a" / "draft", text)
             assert (tmp_path / "a" / "draft" / "config.json").read_text() == text
@@ -623,7 +623,7 @@ class TestAtomicity:
 
     def test_a_failed_second_rename_puts_the_old_one_back(self, tmp_path, monkeypatch):
         self.fill(tmp_path / "draft", "old")
-        monkeypatch.setattr(checkpoint, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(disk, "_exchange", lambda a, b: False)
         rename = os.rename
 
         def failing(a, b):
@@ -641,7 +641,7 @@ class TestAtomicity:
         self.fill(tmp_path / "draft", "old")
         child = os.fork()
         if child == 0:
-            with checkpoint.atomic_folder(tmp_path / "draft") as scratch:
+            with disk.atomic_folder(tmp_path / "draft") as scratch:
                 (scratch / "config.json").write_text("new")
                 os._exit(9)
         os.waitpid(child, 0)
@@ -664,19 +664,19 @@ class TestAtomicity:
         with pytest.raises(UserError, match="cannot write"):
             self.fill(tmp_path / "file" / "draft", "x")
         with pytest.raises(UserError, match="cannot write"):
-            checkpoint.write_json_atomic(tmp_path / "file" / "a.json", {})
+            disk.write_json_atomic(tmp_path / "file" / "a.json", {})
 
     def test_json(self, tmp_path):
         path = tmp_path / "a.json"
         for value in ({"a": 1}, {"a": "ü"}):
-            checkpoint.write_json_atomic(path, value)
-            assert checkpoint.read_json(path) == value
+            disk.write_json_atomic(path, value)
+            assert disk.read_json(path) == value
         assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
         path.write_text("[1]")
         with pytest.raises(UserError, match="list"):
-            checkpoint.read_json(path)
+            disk.read_json(path)
         with pytest.raises(UserError, match="cannot read"):
-            checkpoint.read_json(tmp_path / "b.json")
+            disk.read_json(tmp_path / "b.json")
 
 
 def test_default_draft_is_the_one_for_the_default_target():
@@ -686,6 +686,6 @@ def test_default_draft_is_the_one_for_the_default_target():
             checkpoint.draft_path("default")
         return
     folder = checkpoint.draft_path("default")
-    info = checkpoint.draft_info(checkpoint.read_json(folder / "config.json"))
+    info = checkpoint.draft_info(disk.read_json(folder / "config.json"))
     assert info is not None
     assert info.target == checkpoint.DEFAULT_TARGET_NAME

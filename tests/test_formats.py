@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from aquiline.config import DraftConfig, RopeConfig, TargetConfig, UserError
-from aquiline.files import formats
+from aquiline.files import draft_formats, target_formats
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -21,7 +21,7 @@ LLAMA3 = {
 def hf(model_type="llama", **changes):
     """A small, complete config.json; a change to None removes the key."""
     config = {
-        "architectures": [formats._ARCHITECTURES.get(model_type, "Unknown")],
+        "architectures": [target_formats._ARCHITECTURES.get(model_type, "Unknown")],
         "model_type": model_type,
         "vocab_size": 64,
         "hidden_size": 48,
@@ -39,7 +39,7 @@ def hf(model_type="llama", **changes):
 
 
 def target(**changes):
-    return dataclasses.replace(formats.target_config(hf())[0], **changes)
+    return dataclasses.replace(target_formats.target_config(hf())[0], **changes)
 
 
 def draft_config(**changes):
@@ -63,32 +63,34 @@ def draft_config(**changes):
 
 class TestTarget:
     def test_families_differ_by_their_switches(self):
-        llama = formats.target_config(hf(attention_bias=True, mlp_bias=True))[0]
+        llama = target_formats.target_config(hf(attention_bias=True, mlp_bias=True))[0]
         assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
-        mistral = formats.target_config(hf("mistral", attention_bias=True, sliding_window=4096))[0]
+        mistral = target_formats.target_config(hf("mistral", attention_bias=True, sliding_window=4096))[0]
         assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias) == (False, False, False)
-        qwen2 = formats.target_config(hf("qwen2"))[0]
+        qwen2 = target_formats.target_config(hf("qwen2"))[0]
         assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-        qwen3 = formats.target_config(hf("qwen3", attention_bias=True, head_dim=16))[0]
+        qwen3 = target_formats.target_config(hf("qwen3", attention_bias=True, head_dim=16))[0]
         assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (True, True, True, 16)
 
     def test_explicit_head_dim_wins_over_the_quotient(self):
-        assert formats.target_config(hf())[0].head_dim == 12
-        assert formats.target_config(hf(head_dim=16))[0].head_dim == 16
-        assert formats.target_config(hf("qwen3"))[0].head_dim == 128  # the class default, when the key is absent
+        assert target_formats.target_config(hf())[0].head_dim == 12
+        assert target_formats.target_config(hf(head_dim=16))[0].head_dim == 16
+        assert target_formats.target_config(hf("qwen3"))[0].head_dim == 128  # the class default, when the key is absent
         with pytest.raises(UserError, match="give head_dim"):
-            formats.target_config(hf(num_attention_heads=5))
+            target_formats.target_config(hf(num_attention_heads=5))
 
     def test_defaults_of_absent_keys(self):
-        config = formats.target_config(hf(num_key_value_heads=None, rms_norm_eps=None, architectures=None))[0]
+        config = target_formats.target_config(hf(num_key_value_heads=None, rms_norm_eps=None, architectures=None))[0]
         assert (config.num_kv_heads, config.norm_eps, config.tied_head) == (4, 1e-6, False)
-        assert formats.target_config(hf(model_type=None, architectures=["Qwen2ForCausalLM"]))[0].family == "qwen2"
+        assert (
+            target_formats.target_config(hf(model_type=None, architectures=["Qwen2ForCausalLM"]))[0].family == "qwen2"
+        )
 
     def test_end_of_turn_ids_from_both_files(self):
-        assert formats.target_config(hf(eos_token_id=[5, 6]))[0].eos_token_ids == (5, 6)
-        both = formats.target_config(hf(eos_token_id=5), {"eos_token_id": [6, 5, 7]})[0]
+        assert target_formats.target_config(hf(eos_token_id=[5, 6]))[0].eos_token_ids == (5, 6)
+        both = target_formats.target_config(hf(eos_token_id=5), {"eos_token_id": [6, 5, 7]})[0]
         assert both.eos_token_ids == (5, 6, 7)
-        assert formats.target_config(hf(eos_token_id=None))[0].eos_token_ids == ()
+        assert target_formats.target_config(hf(eos_token_id=None))[0].eos_token_ids == ()
 
     @pytest.mark.parametrize(
         ("changes", "named"),
@@ -112,16 +114,16 @@ class TestTarget:
     )
     def test_what_is_not_supported_is_named(self, changes, named):
         with pytest.raises(UserError, match=named):
-            formats.target_config(hf(**changes))
+            target_formats.target_config(hf(**changes))
 
     def test_a_window_that_applies_cuts_the_context(self):
-        config, notes = formats.target_config(hf("mistral", sliding_window=100))
+        config, notes = target_formats.target_config(hf("mistral", sliding_window=100))
         assert config.max_positions == 100
         assert "window of 100" in notes[0]
-        config, notes = formats.target_config(hf("mistral", max_position_embeddings=9999))
+        config, notes = target_formats.target_config(hf("mistral", max_position_embeddings=9999))
         assert config.max_positions == 4096, "Mistral's class default is a window"
         on = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 4}
-        assert formats.target_config(hf("qwen2", **on))[0].max_positions == 100
+        assert target_formats.target_config(hf("qwen2", **on))[0].max_positions == 100
 
     @pytest.mark.parametrize(
         "config",
@@ -135,24 +137,24 @@ class TestTarget:
         ],
     )
     def test_a_window_that_does_not_apply_cuts_nothing(self, config):
-        translated, notes = formats.target_config(config)
+        translated, notes = target_formats.target_config(config)
         assert translated.max_positions == 512
         assert notes == []
 
 
 class TestRope:
     def test_both_layouts_mean_the_same(self):
-        old = formats.rope_config(hf(rope_theta=1e6, rope_scaling=LLAMA3))
-        new = formats.rope_config(hf(rope_theta=None, rope_parameters=LLAMA3 | {"rope_theta": 1e6}))
+        old = target_formats.rope_config(hf(rope_theta=1e6, rope_scaling=LLAMA3))
+        new = target_formats.rope_config(hf(rope_theta=None, rope_parameters=LLAMA3 | {"rope_theta": 1e6}))
         legacy = {"type": "llama3"} | {k: v for k, v in LLAMA3.items() if k != "rope_type"}
-        assert old == new == formats.rope_config(hf(rope_theta=1e6, rope_scaling=legacy))
+        assert old == new == target_formats.rope_config(hf(rope_theta=1e6, rope_scaling=legacy))
         assert (old.rope_theta, old.rope_type, old.factor) == (1e6, "llama3", 8.0)
 
     def test_theta_only_inside_rope_parameters(self):
-        assert formats.rope_config(hf(rope_theta=None, rope_parameters={"rope_theta": 1e6})).rope_theta == 1e6
+        assert target_formats.rope_config(hf(rope_theta=None, rope_parameters={"rope_theta": 1e6})).rope_theta == 1e6
 
     def test_no_theta_is_10000(self):
-        assert formats.rope_config({}) == RopeConfig(10000.0)
+        assert target_formats.rope_config({}) == RopeConfig(10000.0)
 
     @pytest.mark.parametrize(
         "changes",
@@ -170,15 +172,15 @@ class TestRope:
     )
     def test_contradictions_and_unknown_keys_are_refused(self, changes):
         with pytest.raises(UserError):
-            formats.rope_config(hf(**changes))
+            target_formats.rope_config(hf(**changes))
 
     def test_original_length_is_settled_as_transformers_does(self):
         yarn = {"rope_type": "yarn", "factor": 2.0}
-        assert formats.rope_config(hf(rope_scaling=yarn)).original_max_position_embeddings == 512
+        assert target_formats.rope_config(hf(rope_scaling=yarn)).original_max_position_embeddings == 512
         inside = yarn | {"original_max_position_embeddings": 100}
-        assert formats.rope_config(hf(rope_scaling=inside)).original_max_position_embeddings == 100
+        assert target_formats.rope_config(hf(rope_scaling=inside)).original_max_position_embeddings == 100
         outside = hf(rope_scaling=inside, original_max_position_embeddings=50)
-        assert formats.rope_config(outside).original_max_position_embeddings == 50
+        assert target_formats.rope_config(outside).original_max_position_embeddings == 50
 
     @pytest.mark.parametrize(
         "rope",
@@ -190,28 +192,28 @@ class TestRope:
         ],
     )
     def test_round_trip_and_what_transformers_reads(self, rope):
-        written = formats.rope_to_dict(rope)
-        assert formats.rope_config(written) == rope
-        assert formats.rope_config({k: v for k, v in written.items() if k != "rope_parameters"}) == rope
-        assert formats.rope_config({"rope_parameters": written["rope_parameters"]}) == rope
+        written = target_formats.rope_to_dict(rope)
+        assert target_formats.rope_config(written) == rope
+        assert target_formats.rope_config({k: v for k, v in written.items() if k != "rope_parameters"}) == rope
+        assert target_formats.rope_config({"rope_parameters": written["rope_parameters"]}) == rope
         theirs = transformers.LlamaConfig(max_position_embeddings=512, **written).rope_parameters
-        assert formats.rope_config({"rope_parameters": theirs}) == rope
+        assert target_formats.rope_config({"rope_parameters": theirs}) == rope
 
 
 class TestHfConfig:
     @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
     def test_round_trip(self, family):
-        config = formats.target_config(
+        config = target_formats.target_config(
             hf(family, head_dim=16, sliding_window=None, rope_scaling=LLAMA3, eos_token_id=[3, 4])
             | ({"sliding_window": None} if family == "mistral" else {})
         )[0]
-        assert formats.target_config(formats.hf_config(config)) == (config, [])
+        assert target_formats.target_config(target_formats.hf_config(config)) == (config, [])
 
     def test_a_mixture_transformers_has_not_is_refused(self):
         with pytest.raises(UserError, match="LlamaForCausalLM"):
-            formats.hf_config(target(qkv_bias=True))
+            target_formats.hf_config(target(qkv_bias=True))
         with pytest.raises(UserError, match="LlamaForCausalLM"):
-            formats.hf_config(target(qk_norm=True))
+            target_formats.hf_config(target(qk_norm=True))
 
 
 class TestGguf:
@@ -232,12 +234,14 @@ class TestGguf:
     SHAPES = {"token_embd.weight": (64, 48)}  # noqa: RUF012
 
     def test_metadata(self):
-        config, notes = formats.gguf_target_config(self.FIELDS, self.SHAPES)
+        config, notes = target_formats.gguf_target_config(self.FIELDS, self.SHAPES)
         expected = dataclasses.replace(target(), tied_head=True, eos_token_ids=(2, 5), bos_token_id=1)
         assert config == expected
         assert notes == []
-        assert not formats.gguf_target_config(self.FIELDS, self.SHAPES | {"output.weight": (64, 48)})[0].tied_head
-        biased = formats.gguf_target_config(self.FIELDS, self.SHAPES | {"blk.0.attn_q.bias": (48,)})[0]
+        assert not target_formats.gguf_target_config(self.FIELDS, self.SHAPES | {"output.weight": (64, 48)})[
+            0
+        ].tied_head
+        biased = target_formats.gguf_target_config(self.FIELDS, self.SHAPES | {"blk.0.attn_q.bias": (48,)})[0]
         assert (biased.qkv_bias, biased.o_bias) == (True, False)
 
     @pytest.mark.parametrize(
@@ -253,14 +257,16 @@ class TestGguf:
     )
     def test_what_is_not_supported_is_named(self, changes, named):
         with pytest.raises(UserError, match=named):
-            formats.gguf_target_config(self.FIELDS | changes, self.SHAPES)
+            target_formats.gguf_target_config(self.FIELDS | changes, self.SHAPES)
 
     def test_window_and_scaling(self):
-        config, notes = formats.gguf_target_config(self.FIELDS | {"llama.attention.sliding_window": 99}, self.SHAPES)
+        config, notes = target_formats.gguf_target_config(
+            self.FIELDS | {"llama.attention.sliding_window": 99}, self.SHAPES
+        )
         assert config.max_positions == 99
         assert len(notes) == 1
         linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-        assert formats.gguf_target_config(self.FIELDS | linear, self.SHAPES)[0].rope.factor == 4.0
+        assert target_formats.gguf_target_config(self.FIELDS | linear, self.SHAPES)[0].rope.factor == 4.0
 
     def test_llama3_factors_are_recognised_or_refused(self):
         hf_rope = transformers.LlamaConfig(
@@ -273,10 +279,10 @@ class TestGguf:
         scaled = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(hf_rope).inv_freq
         plain = 1.0 / 5e5 ** (torch.arange(0, 64, 2).float() / 64)
         fields = self.FIELDS | {"llama.attention.key_length": 64, "llama.attention.value_length": 64}
-        rope = formats.gguf_target_config(fields, self.SHAPES, (plain / scaled).tolist())[0].rope
+        rope = target_formats.gguf_target_config(fields, self.SHAPES, (plain / scaled).tolist())[0].rope
         assert rope == RopeConfig(5e5, "llama3", 32.0, 8192, 1.0, 4.0)
         with pytest.raises(UserError, match="rope_freqs"):
-            formats.gguf_target_config(fields, self.SHAPES, [1.0] * 31 + [7.0])
+            target_formats.gguf_target_config(fields, self.SHAPES, [1.0] * 31 + [7.0])
 
     def test_tensor_names(self):
         names = {
@@ -290,19 +296,19 @@ class TestGguf:
             "blk.0.ffn_gate_exps.weight": "blk.0.ffn_gate_exps.weight",
             "blk.0.output.weight": "blk.0.output.weight",
         }
-        assert {name: formats.gguf_tensor_name(name) for name in names} == names
+        assert {name: target_formats.gguf_tensor_name(name) for name in names} == names
 
     def test_unpermute_undoes_the_interleaving(self):
         halves = torch.arange(2 * 6).view(2, 6)  # two heads of six rows: a0 a1 a2 b0 b1 b2 rotate as (a_i, b_i)
         pairs = torch.stack((halves[:, :3], halves[:, 3:]), dim=2).reshape(12, 1)
-        assert formats.unpermute_rope_rows(pairs, 2).flatten().tolist() == list(range(12))
+        assert target_formats.unpermute_rope_rows(pairs, 2).flatten().tolist() == list(range(12))
 
 
 class TestDraftConfig:
     def test_round_trip_of_the_common_form(self):
         config = draft_config()
-        written = formats.draft_config_to_dict(config, 8, {"aquiline": {}})
-        assert formats.draft_config_from_dict(written, target()) == (config, [])
+        written = draft_formats.draft_config_to_dict(config, 8, {"aquiline": {}})
+        assert draft_formats.draft_config_from_dict(written, target()) == (config, [])
         assert written["architectures"] == ["LlamaForCausalLMEagle3"]
         assert written["tie_word_embeddings"] is False
         assert written["norm_before_residual"] is False
@@ -329,17 +335,17 @@ class TestDraftConfig:
     )
     def test_round_trip_of_switches(self, changes, architecture):
         config = draft_config(**changes)
-        written = formats.draft_config_to_dict(config, 8)
+        written = draft_formats.draft_config_to_dict(config, 8)
         notes = []
-        assert formats.draft_config_from_dict(written, target()) == (config, notes)
+        assert draft_formats.draft_config_from_dict(written, target()) == (config, notes)
         assert written["architectures"] == [architecture]
 
     def test_capture_layers_in_both_conventions(self):
-        written = formats.draft_config_to_dict(draft_config(capture_after=(0, 2, 5)), 8)
+        written = draft_formats.draft_config_to_dict(draft_config(capture_after=(0, 2, 5)), 8)
         assert written["capture_after"] == [0, 2, 5]
         assert written["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
         assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
-        few = formats.draft_config_to_dict(draft_config(capture_after=(0, 1, 2)), 4)
+        few = draft_formats.draft_config_to_dict(draft_config(capture_after=(0, 1, 2)), 4)
         assert "eagle_config" in few, "below 7 layers there is no default"
 
     def foreign(self, **changes):
@@ -347,7 +353,7 @@ class TestDraftConfig:
 
     def test_capture_layers_of_others(self):
         top, inner = "eagle_aux_hidden_state_layer_ids", {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
-        read = formats.draft_config_from_dict
+        read = draft_formats.draft_config_from_dict
         assert read(self.foreign(eagle_config=inner), target())[0].capture_after == (0, 2, 5)
         assert read(self.foreign(**{top: [1, 3, 6]}), target())[0].capture_after == (0, 2, 5)
         assert read(self.foreign(eagle_config=inner, **{top: [1, 3, 6]}), target())[0].capture_after == (0, 2, 5)
@@ -359,27 +365,27 @@ class TestDraftConfig:
             read(self.foreign(capture_after=[5, 2, 8]), target())
 
     def test_missing_capture_layers_are_said(self):
-        config, notes = formats.draft_config_from_dict(self.foreign(), target())
+        config, notes = draft_formats.draft_config_from_dict(self.foreign(), target())
         assert config.capture_after == (1, 3, 4)
         assert any("does not say which target layers" in note for note in notes)
         with pytest.raises(UserError, match="at least 7"):
-            formats.draft_config_from_dict(self.foreign(), target(num_layers=6))
+            draft_formats.draft_config_from_dict(self.foreign(), target(num_layers=6))
 
     def test_no_theta_is_the_references_10000_never_the_targets(self):
-        assert formats.draft_config_from_dict(self.foreign(), target())[0].rope == RopeConfig(10000.0)
+        assert draft_formats.draft_config_from_dict(self.foreign(), target())[0].rope == RopeConfig(10000.0)
 
     def test_the_whole_rope_block_is_read(self):
-        config, _ = formats.draft_config_from_dict(self.foreign(rope_scaling=LLAMA3), target())
+        config, _ = draft_formats.draft_config_from_dict(self.foreign(rope_scaling=LLAMA3), target())
         assert config.rope == RopeConfig(10000.0, **LLAMA3)
 
     def test_positions_reach_as_far_as_the_target(self):
-        config, notes = formats.draft_config_from_dict(self.foreign(max_position_embeddings=64), target())
+        config, notes = draft_formats.draft_config_from_dict(self.foreign(max_position_embeddings=64), target())
         assert (config.max_positions, config.trained_length) == (512, 64)
         assert any("untested" in note for note in notes)
 
     def test_absent_draft_vocabulary_is_the_targets(self):
         config = self.foreign() | {"draft_vocab_size": None}
-        assert formats.draft_config_from_dict(config, target())[0].draft_vocab_size == 64
+        assert draft_formats.draft_config_from_dict(config, target())[0].draft_vocab_size == 64
 
     @pytest.mark.parametrize(
         ("changes", "named"),
@@ -407,7 +413,7 @@ class TestDraftConfig:
     )
     def test_what_would_change_results_is_refused(self, changes, named):
         with pytest.raises(UserError, match=named):
-            formats.draft_config_from_dict(self.foreign() | changes, target())
+            draft_formats.draft_config_from_dict(self.foreign() | changes, target())
 
     def test_modelopts_harmless_switches_are_read(self):
         eagle = {
@@ -420,26 +426,26 @@ class TestDraftConfig:
             "parallel_draft_step": 1,
             "parallel_draft_heads_num_layers": 1,
         }
-        assert formats.draft_config_from_dict(self.foreign(eagle_config=eagle), target())[1] == []
+        assert draft_formats.draft_config_from_dict(self.foreign(eagle_config=eagle), target())[1] == []
         with_norm = self.foreign(eagle_config=eagle | {"norm_before_fc": True})
-        assert formats.draft_config_from_dict(with_norm, target())[0].norm_before_fc
+        assert draft_formats.draft_config_from_dict(with_norm, target())[0].norm_before_fc
 
     def test_tied_head_is_never_believed(self):
-        _, notes = formats.draft_config_from_dict(self.foreign(tie_word_embeddings=True), target())
+        _, notes = draft_formats.draft_config_from_dict(self.foreign(tie_word_embeddings=True), target())
         assert any("tie_word_embeddings" in note for note in notes)
 
 
 class TestDraftTensors:
     def test_names_of_all_writers(self):
         names = ["midlayer.mlp.up_proj.weight", "fc.weight", "d2t"]
-        assert formats.draft_tensor_names(names) == {n: n for n in names}
+        assert draft_formats.draft_tensor_names(names) == {n: n for n in names}
         theirs = ["model.layers.0.mlp.up_proj.weight", "model.fc.weight", "d2t", "rotary_emb.inv_freq"]
-        assert list(formats.draft_tensor_names(theirs).values()) == names
-        assert list(formats.draft_tensor_names(["aux_norm_mid.weight"]).values()) == ["fc_norm.1.weight"]
+        assert list(draft_formats.draft_tensor_names(theirs).values()) == names
+        assert list(draft_formats.draft_tensor_names(["aux_norm_mid.weight"]).values()) == ["fc_norm.1.weight"]
         with pytest.raises(UserError, match="layer 1"):
-            formats.draft_tensor_names(["layers.0.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"])
+            draft_formats.draft_tensor_names(["layers.0.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"])
         with pytest.raises(UserError, match="twice"):
-            formats.draft_tensor_names(["layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"])
+            draft_formats.draft_tensor_names(["layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"])
 
     def test_offsets_in_any_order(self):
         ids = torch.tensor([3, 0, 30, 7])  # as counted, not sorted
@@ -447,36 +453,38 @@ class TestDraftTensors:
         t2d = torch.zeros(32, dtype=torch.bool)
         t2d[ids] = True
         for marks in (t2d, None):
-            got, notes = formats.draft_target_ids(d2t, marks, 4, 32)
+            got, notes = draft_formats.draft_target_ids(d2t, marks, 4, 32)
             assert got.tolist() == ids.tolist()
             assert notes == []
 
     def test_identity_is_zeros_and_arange_is_absolute(self):
-        got, notes = formats.draft_target_ids(torch.zeros(8, dtype=torch.long), None, 8, 8)
+        got, notes = draft_formats.draft_target_ids(torch.zeros(8, dtype=torch.long), None, 8, 8)
         assert got.tolist() == list(range(8))
         assert notes == []
         for vocab in (8, 32):  # in 32, 0 2 4 ... would be a map too
-            got, notes = formats.draft_target_ids(torch.arange(8), None, 8, vocab)
+            got, notes = draft_formats.draft_target_ids(torch.arange(8), None, 8, vocab)
             assert got.tolist() == list(range(8))
             assert "absolute" in notes[0]
 
     def test_absolute_ids_are_recognised(self):
         ids = torch.tensor([3, 9, 30, 31])
-        assert formats.draft_target_ids(ids, None, 4, 32)[0].tolist() == ids.tolist(), "31 + 3 leaves the vocabulary"
+        assert draft_formats.draft_target_ids(ids, None, 4, 32)[0].tolist() == ids.tolist(), (
+            "31 + 3 leaves the vocabulary"
+        )
         low = torch.tensor([3, 9, 11, 12])
         t2d = torch.zeros(32, dtype=torch.bool)
         t2d[low] = True
-        assert formats.draft_target_ids(low, t2d, 4, 32)[0].tolist() == low.tolist(), "t2d tells"
-        got, notes = formats.draft_target_ids(low, None, 4, 32)
+        assert draft_formats.draft_target_ids(low, t2d, 4, 32)[0].tolist() == low.tolist(), "t2d tells"
+        got, notes = draft_formats.draft_target_ids(low, None, 4, 32)
         assert got.tolist() == [3, 10, 13, 15]
         assert "no t2d to tell" in notes[0]
 
     def test_a_reduced_vocabulary_needs_its_map(self):
         with pytest.raises(UserError, match="no d2t"):
-            formats.draft_target_ids(None, None, 8, 32)
-        assert formats.draft_target_ids(None, None, 8, 8)[0].tolist() == list(range(8))
+            draft_formats.draft_target_ids(None, None, 8, 32)
+        assert draft_formats.draft_target_ids(None, None, 8, 8)[0].tolist() == list(range(8))
         zeros = torch.zeros(8, dtype=torch.long)
-        assert "first 8 tokens" in formats.draft_target_ids(zeros, None, 8, 32)[1][0]
+        assert "first 8 tokens" in draft_formats.draft_target_ids(zeros, None, 8, 32)[1][0]
 
     @pytest.mark.parametrize(
         ("d2t", "t2d"),
@@ -493,23 +501,23 @@ class TestDraftTensors:
     )
     def test_broken_maps_are_refused(self, d2t, t2d):
         with pytest.raises(UserError, match=r"d2t|t2d"):
-            formats.draft_target_ids(d2t, t2d, 4, 32 if d2t is not None else 4)
+            draft_formats.draft_target_ids(d2t, t2d, 4, 32 if d2t is not None else 4)
 
     def test_what_is_written_is_read_back(self):
         ids = torch.tensor([3, 9, 30, 31])
-        tensors = formats.vocab_tensors(ids, 32)
+        tensors = draft_formats.vocab_tensors(ids, 32)
         assert tensors["d2t"].dtype == torch.int64
         assert tensors["t2d"].dtype == torch.bool
-        assert torch.equal(formats.draft_target_ids(tensors["d2t"], tensors["t2d"], 4, 32)[0], ids)
-        assert formats.vocab_tensors(torch.arange(8), 8) == {}
+        assert torch.equal(draft_formats.draft_target_ids(tensors["d2t"], tensors["t2d"], 4, 32)[0], ids)
+        assert draft_formats.vocab_tensors(torch.arange(8), 8) == {}
         turned = torch.arange(8).flip(0)
-        tensors = formats.vocab_tensors(turned, 8)
-        assert torch.equal(formats.draft_target_ids(tensors["d2t"], tensors["t2d"], 8, 8)[0], turned)
+        tensors = draft_formats.vocab_tensors(turned, 8)
+        assert torch.equal(draft_formats.draft_target_ids(tensors["d2t"], tensors["t2d"], 8, 8)[0], turned)
 
 
 def test_config_fields_are_all_written():
     """A new switch of DraftConfig must reach the file: every field is told apart by what is written."""
-    base = formats.draft_config_to_dict(draft_config(), 8)
+    base = draft_formats.draft_config_to_dict(draft_config(), 8)
     for field in dataclasses.fields(DraftConfig):
         value = getattr(draft_config(), field.name)
         changed = {bool: lambda v: not v, RopeConfig: lambda v: RopeConfig(7.0), tuple: lambda v: (0, 1, 2)}
@@ -518,10 +526,10 @@ def test_config_fields_are_all_written():
         if field.name == "draft_vocab_size":
             new = 32
         config = draft_config(**{field.name: new}, **wider)
-        written = formats.draft_config_to_dict(config, 8)
+        written = draft_formats.draft_config_to_dict(config, 8)
         assert written != base, field.name
         fits = target(vocab_size=config.vocab_size, hidden_size=config.target_hidden_size)
-        assert formats.draft_config_from_dict(written, fits)[0] == config, field.name
+        assert draft_formats.draft_config_from_dict(written, fits)[0] == config, field.name
 
 
 def test_target_config_is_frozen_by_these_fields():

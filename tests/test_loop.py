@@ -1,6 +1,7 @@
-"""The loop: a resumed run ends where an uninterrupted one does; bad features are named; optimisers get what is theirs."""
+"""The loop: a resumed run ends where an uninterrupted one does; bad features are named; schedule and optimisers."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_schedule_warms_up_and_ends_low():
     assert shares[0] == pytest.approx(1 / 3)
     assert max(shares) == pytest.approx(1.0)
     assert shares[-1] < 0.03
-    assert all(a >= b for a, b in zip(shares[3:], shares[4:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(shares[3:]))
 
 
 def test_every_captured_layer_starts_with_the_same_weight():

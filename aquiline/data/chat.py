@@ -7,10 +7,8 @@ conversation up to it, once as the prompt it was generated from and once with it
 import contextlib
 import hashlib
 import json
-import mmap
 import os
 import re
-import struct
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aquiline.config import Limits, UserError, require
+from aquiline.files.gguf_file import read_gguf
 
 Message = dict[str, Any]  # role, content, maybe tool_calls: kept opaque beyond what check_messages looks at
 
@@ -421,7 +420,7 @@ def _arguments_as_objects(message: Message) -> Message:
 
 def _tokenizer_from_gguf(path: Path) -> Any:
     """A byte-level BPE tokenizer as a PreTrainedTokenizerFast."""
-    fields = read_gguf_metadata(path)
+    fields = read_gguf(path).fields
 
     def need(name: str) -> Any:
         key = f"tokenizer.ggml.{name}"
@@ -464,49 +463,3 @@ def _tokenizer_from_gguf(path: Path) -> Any:
         clean_up_tokenization_spaces=False,
         **named,
     )
-
-
-_GGUF_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_GGUF_STRING, _GGUF_ARRAY = 8, 9
-
-
-def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """The key-value part of a GGUF file. The gguf package's reader takes seconds to index a vocabulary's strings."""
-    require(path.is_file(), f"{path} is not a file; expected a GGUF model file")
-    require(path.stat().st_size >= 24, f"{path} is not a GGUF file: it is too short")
-    position = 0
-
-    def numbers(code: str, count: int) -> tuple[Any, ...]:
-        nonlocal position
-        values = struct.unpack_from(f"<{count}{code}", data, position)
-        position += struct.calcsize(f"<{count}{code}")
-        return values
-
-    def string() -> str:
-        nonlocal position
-        start = position + 8
-        position = start + struct.unpack_from("<Q", data, position)[0]
-        if position > len(data):
-            raise ValueError("a string runs past the end")
-        return data[start:position].decode("utf-8")
-
-    def value(kind: int) -> Any:
-        if kind == _GGUF_STRING:
-            return string()
-        if kind == _GGUF_ARRAY:
-            (inner,), (count,) = numbers("I", 1), numbers("Q", 1)
-            if inner in _GGUF_NUMBERS:
-                return list(numbers(_GGUF_NUMBERS[inner], count))
-            return [value(inner) for _ in range(count)]
-        return numbers(_GGUF_NUMBERS[kind], 1)[0]
-
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        require(data[:4] == b"GGUF", f"{path} is not a GGUF file: it does not begin with GGUF")
-        position = 4
-        (version,) = numbers("I", 1)
-        require(version in (2, 3), f"{path}: GGUF version {version} is not supported; expected 2 or 3, little-endian")
-        try:
-            _, count = numbers("Q", 2)
-            return {string(): value(numbers("I", 1)[0]) for _ in range(count)}
-        except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
-            raise UserError(f"{path} is damaged or cut short: its metadata cannot be read ({error})") from error

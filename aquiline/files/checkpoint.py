@@ -4,20 +4,14 @@ A half-loaded model still writes text, and a half-loaded draft even correct text
 it: every missing, left-over or misshapen tensor is an error that names it. What is written appears whole or not at all.
 """
 
-import contextlib
-import ctypes
 import dataclasses
-import errno
 import hashlib
 import importlib.util
 import json
 import os
 import re
-import secrets
-import shutil
-import struct
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +19,14 @@ from typing import Any, Protocol, TypeVar
 
 import gguf
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from aquiline.config import DraftConfig, TargetConfig, UserError, default_capture_after, require
-from aquiline.files import formats
-from aquiline.files.formats import AquilineWarning
+from aquiline.config import AquilineWarning, DraftConfig, TargetConfig, UserError, default_capture_after, require
+from aquiline.files import draft_formats, target_formats
+from aquiline.files.disk import atomic_folder, one_line, read_json, read_weights, write_json, write_tensors
+from aquiline.files.gguf_file import GGUF, read_gguf
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 from aquiline.model.vocab import VocabMap
@@ -48,155 +41,7 @@ def _warn(notes: list[str]) -> None:
         warnings.warn(note, AquilineWarning, stacklevel=3)
 
 
-# ---------------------------------------------------------------- files
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """A JSON object from a file; UserError when it is missing, damaged or no object."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    require(isinstance(value, dict), f"{path} holds a {type(value).__name__}; expected a JSON object")
-    return value
-
-
-def write_json_atomic(path: str | Path, value: Any) -> None:
-    """Write a JSON file that is there whole or, if we are killed, as it was before."""
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        _write_json(scratch, value)
-        _sync(scratch)
-        os.replace(scratch, path)
-        _sync(path.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    path = folder / "model.safetensors"
-    safetensors.torch.save_file({k: t.contiguous() for k, t in tensors.items()}, path, {"format": "pt"})
-    shutil.copymode(folder / "config.json", path)  # safetensors makes it readable by its owner only
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-_OWN_FILES = {"config.json", "model.safetensors", "run.json"}
-
-
-@contextlib.contextmanager
-def atomic_folder(folder: str | Path) -> Iterator[Path]:
-    """A scratch folder to write into, which takes the place of `folder` when the block ends well.
-
-    Killed at any moment, `folder` is the old one or the new one. UserError when it cannot be written, or when it
-    holds files that would be lost.
-    """
-    folder = Path(os.path.realpath(folder))
-    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch.mkdir()
-        yield scratch
-        for path in [*scratch.rglob("*"), scratch]:
-            _sync(path)
-        _take_the_place(scratch, folder)
-        _sync(folder.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
-    except safetensors.SafetensorError as error:
-        raise UserError(f"cannot write {folder}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # after an exchange this is the old folder
-
-
-def _take_the_place(scratch: Path, folder: Path) -> None:
-    if not folder.exists():
-        os.rename(scratch, folder)
-        return
-    require(folder.is_dir(), f"{folder} exists and is a file; give a folder")
-    lost = {p.name for p in folder.iterdir()} - {p.name for p in scratch.iterdir()} - _OWN_FILES
-    require(not lost, f"{folder} holds {', '.join(sorted(lost))}, which saving there would delete; give another folder")
-    if not _exchange(scratch, folder):
-        # Two renames: killed between them, the old folder still exists, under the scratch name with `.old`.
-        old = scratch.with_suffix(".old")
-        os.rename(folder, old)
-        try:
-            os.rename(scratch, folder)
-        except OSError:
-            os.rename(old, folder)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders in one step, where the system can (Linux); False where it cannot."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP):  # a file system that cannot
-        return False
-    raise OSError(code, os.strerror(code))
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path} cannot be read as safetensors: {_one_line(error)}") from error
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder: model.safetensors, its shards, or pytorch_model.bin, in this order."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    pickled = folder / "pytorch_model.bin"
-    if single.is_file():
-        return _read_safetensors(single)
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map") or {}
-        require(bool(weight_map), f"{index} has no weight_map")
-        shards = sorted(set(weight_map.values()))
-        absent = [s for s in shards if not (folder / s).is_file()]
-        require(not absent, f"{folder} lacks {', '.join(absent)}, which its index names; copy it there")
-        tensors: dict[str, Tensor] = {}
-        for shard in shards:
-            tensors |= _read_safetensors(folder / shard)
-        return tensors
-    require(
-        pickled.is_file(),
-        f"{folder} has no model.safetensors, no model.safetensors.index.json and no pytorch_model.bin",
-    )
-    try:
-        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds on a damaged or an unsafe pickle
-        raise UserError(f"{pickled} cannot be read as plain weights: {_one_line(error)}") from error
-    require(isinstance(tensors, dict), f"{pickled} holds no dictionary of tensors")
-    return tensors
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+# ---------------------------------------------------------------- where models come from
 
 
 def _folder(spec: str | Path, patterns: list[str]) -> Path:
@@ -212,83 +57,7 @@ def _folder(spec: str | Path, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(str(spec), allow_patterns=patterns))
     except Exception as error:  # offline, no such model, no permission: the hub's client has a class for each
-        raise UserError(f"{spec} is no folder here, and the hub did not give it: {_one_line(error)}") from error
-
-
-# ---------------------------------------------------------------- GGUF
-
-
-@dataclass(frozen=True)
-class GGUF:
-    """A GGUF file: metadata, and tensors as (quantisation type, shape with rows first, stored bytes by row)."""
-
-    fields: dict[str, Any]
-    tensors: dict[str, tuple[gguf.GGMLQuantizationType, tuple[int, ...], np.ndarray]]
-
-
-_GGUF_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_GGUF_STRING, _GGUF_ARRAY = 8, 9
-
-
-class _Cursor:
-    """Reads a GGUF's header. The gguf package's own reader takes seconds to index the strings of a vocabulary."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.data, self.at = data, 0
-
-    def numbers(self, code: str, count: int = 1) -> list[Any]:
-        values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
-        self.at += struct.calcsize(f"<{count}{code}")
-        return list(values)
-
-    def string(self) -> str:
-        (length,) = self.numbers("Q")
-        if self.at + length > len(self.data):
-            raise ValueError("a string runs past the end")
-        self.at += length
-        return str(self.data[self.at - length : self.at], "utf-8")
-
-    def value(self, kind: int) -> Any:
-        if kind == _GGUF_STRING:
-            return self.string()
-        if kind == _GGUF_ARRAY:
-            (inner,), (count,) = self.numbers("I"), self.numbers("Q")
-            if inner in _GGUF_NUMBERS:
-                return self.numbers(_GGUF_NUMBERS[inner], count)
-            return [self.value(inner) for _ in range(count)]
-        return self.numbers(_GGUF_NUMBERS[kind])[0]
-
-
-def read_gguf(path: str | Path) -> GGUF:
-    """Metadata and tensors of a GGUF file; the tensors stay on disk until they are used."""
-    try:
-        data = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {_one_line(error)}") from error
-    require(bytes(data[:4]) == b"GGUF", f"{path} is not a GGUF file: it does not begin with GGUF")
-    cursor = _Cursor(data.data)
-    try:
-        _, version = cursor.numbers("I", 2)
-        require(version in (2, 3), f"{path}: GGUF version {version} is not supported; expected 2 or 3, little-endian")
-        num_tensors, num_fields = cursor.numbers("Q", 2)
-        # The key is read before its value: a dict display evaluates from left to right.
-        fields = {cursor.string(): cursor.value(cursor.numbers("I")[0]) for _ in range(num_fields)}
-        entries = []
-        for _ in range(num_tensors):
-            name, (rank,) = cursor.string(), cursor.numbers("I")
-            dims = cursor.numbers("Q", rank)
-            entries.append((name, tuple(reversed(dims)), *cursor.numbers("I"), *cursor.numbers("Q")))
-        alignment = fields.get("general.alignment", 32)
-        start = -(-cursor.at // alignment) * alignment
-        tensors = {}
-        for name, shape, raw_kind, offset in entries:
-            kind = gguf.GGMLQuantizationType(raw_kind)
-            stored = gguf.quant_shape_to_byte_shape(shape, kind)
-            rows = data[start + offset : start + offset + int(np.prod(stored))]
-            tensors[name] = (kind, shape, rows.reshape(stored))
-    except (struct.error, ValueError, KeyError, ArithmeticError, MemoryError, TypeError) as error:
-        raise UserError(f"{path} is damaged or cut short: {_one_line(error)}") from error
-    return GGUF(fields, tensors)
+        raise UserError(f"{spec} is no folder here, and the hub did not give it: {one_line(error)}") from error
 
 
 def _dequantise(path: Path, file: GGUF, config: TargetConfig) -> dict[str, Tensor]:
@@ -301,16 +70,16 @@ def _dequantise(path: Path, file: GGUF, config: TargetConfig) -> dict[str, Tenso
         except NotImplementedError as error:
             raise UserError(f"{path}: {name} is stored as {kind.name}, which the gguf package cannot read") from error
         weight = torch.from_numpy(np.require(values, np.float32, "W")).reshape(shape).to(torch.bfloat16)
-        ours = formats.gguf_tensor_name(name)
+        ours = target_formats.gguf_tensor_name(name)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(
             ours.rpartition(".")[0].rpartition(".")[2]
         )
         if file.fields["general.architecture"] == "llama" and heads and len(weight) % (2 * heads) == 0:
-            weight = formats.unpermute_rope_rows(weight, heads)  # any other length is reported as misshapen later
+            weight = target_formats.unpermute_rope_rows(weight, heads)  # else reported as misshapen
         return ours, weight
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # numpy lets go of the interpreter lock
-        return dict(pool.map(one, [n for n in file.tensors if n != formats.GGUF_ROPE_FACTORS]))
+        return dict(pool.map(one, [n for n in file.tensors if n != target_formats.GGUF_ROPE_FACTORS]))
 
 
 # ---------------------------------------------------------------- targets
@@ -346,12 +115,12 @@ def _is_gguf(path: Path) -> bool:
 def _read_gguf_target(path: Path) -> tuple[GGUF, TargetConfig, list[str]]:
     file = read_gguf(path)
     factors = None
-    if formats.GGUF_ROPE_FACTORS in file.tensors:
-        kind, _, stored = file.tensors[formats.GGUF_ROPE_FACTORS]
+    if target_formats.GGUF_ROPE_FACTORS in file.tensors:
+        kind, _, stored = file.tensors[target_formats.GGUF_ROPE_FACTORS]
         factors = gguf.dequantize(stored, kind).flatten().tolist()
     shapes = {name: shape for name, (_, shape, _) in file.tensors.items()}
     try:
-        return file, *formats.gguf_target_config(file.fields, shapes, factors)
+        return file, *target_formats.gguf_target_config(file.fields, shapes, factors)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -360,7 +129,7 @@ def _read_folder_config(folder: Path) -> tuple[TargetConfig, list[str]]:
     hf = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     try:
-        return formats.target_config(hf, read_json(generation) if generation.is_file() else None)
+        return target_formats.target_config(hf, read_json(generation) if generation.is_file() else None)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
 
@@ -387,7 +156,7 @@ def load_target(
         tensors = _dequantise(path, file, config)
     else:
         config, notes = _read_folder_config(path)
-        tensors = {k: t for k, t in _read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
+        tensors = {k: t for k, t in read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
     _warn(notes)
     if config.tied_head and "lm_head.weight" in tensors:
         head, embedding = tensors.pop("lm_head.weight"), tensors.get("model.embed_tokens.weight")
@@ -460,13 +229,13 @@ class SavesTokenizer(Protocol):
 
 def export_target(target: Target, chat: SavesTokenizer, folder: str | Path) -> None:
     """Write the target, in bf16, and its tokenizer as a folder that Transformers loads."""
-    config = formats.hf_config(target.config)
+    config = target_formats.hf_config(target.config)
     with atomic_folder(folder) as scratch:
         chat.save(scratch)
-        _write_json(scratch / "config.json", config)
+        write_json(scratch / "config.json", config)
         generation = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config[k] is not None}
-        _write_json(scratch / "generation_config.json", generation)
-        _write_tensors(scratch, {name: t.to("cpu", torch.bfloat16) for name, t in _state(target).items()})
+        write_json(scratch / "generation_config.json", generation)
+        write_tensors(scratch, {name: t.to("cpu", torch.bfloat16) for name, t in _state(target).items()})
 
 
 # ---------------------------------------------------------------- fingerprints
@@ -579,7 +348,7 @@ def load_pair(
 ) -> tuple[Target, Draft]:
     """Target and draft, the target capturing what this draft reads."""
     folder = draft_path(draft_spec)
-    config, _ = formats.draft_config_from_dict(read_json(folder / "config.json"), read_target_config(target_spec))
+    config, _ = draft_formats.draft_config_from_dict(read_json(folder / "config.json"), read_target_config(target_spec))
     target = load_target(target_spec, dtype, device, config.capture_after)
     return target, load_draft(folder, target, tokenizer=tokenizer, template=template)
 
@@ -600,15 +369,15 @@ def load_draft(
     folder = draft_path(spec)
     hf = read_json(folder / "config.json")
     try:
-        config, notes = formats.draft_config_from_dict(hf, target.config)
+        config, notes = draft_formats.draft_config_from_dict(hf, target.config)
         info = draft_info(hf)
         if info is not None:
             notes += _check_info(info, target, tokenizer, template)
-        raw = _read_weights(folder)
-        tensors = {ours: raw[theirs] for theirs, ours in formats.draft_tensor_names(raw).items()}
+        raw = read_weights(folder)
+        tensors = {ours: raw[theirs] for theirs, ours in draft_formats.draft_tensor_names(raw).items()}
         if hf.get("num_hidden_layers", 1) != 1:
             notes.append(f"the draft's config says {hf['num_hidden_layers']} layers, its file holds one: one it is")
-        ids, map_notes = formats.draft_target_ids(
+        ids, map_notes = draft_formats.draft_target_ids(
             tensors.pop("d2t", None), tensors.pop("t2d", None), config.draft_vocab_size, config.vocab_size
         )
         vocab = VocabMap.of(ids, config.vocab_size)
@@ -670,10 +439,10 @@ def write_draft(
     state = {name: t.to("cpu", dtype) for name, t in _state(draft).items()}
     strangers = [name for name in state if name.startswith(("model.", "target."))]
     assert not strangers, f"a draft's file holds only the draft, not {strangers}"
-    state |= formats.vocab_tensors(draft.vocab.target_ids_W, draft.vocab.vocab_size)
+    state |= draft_formats.vocab_tensors(draft.vocab.target_ids_W, draft.vocab.vocab_size)
     written = str(dtype).removeprefix("torch.")
     extra = {"dtype": written, "torch_dtype": written, "aquiline": dataclasses.asdict(info)}
-    _write_json(folder / "config.json", formats.draft_config_to_dict(draft.config, info.target_layers, extra))
+    write_json(folder / "config.json", draft_formats.draft_config_to_dict(draft.config, info.target_layers, extra))
     if run is not None:
-        _write_json(folder / "run.json", run)
-    _write_tensors(folder, state)
+        write_json(folder / "run.json", run)
+    write_tensors(folder, state)

@@ -35,7 +35,7 @@ class DraftOutput:
 
 
 class DraftLayer(nn.Module):
-    """The draft's only layer: attention reads embedding and feature side by side, the residual stream is the feature."""
+    """The only layer: attention reads embedding and feature side by side, the residual stream is the feature."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -66,7 +66,8 @@ class Draft(nn.Module):
 
     def __init__(self, config: DraftConfig, vocab: VocabMap) -> None:
         super().__init__()
-        assert vocab.draft_vocab_size == config.draft_vocab_size and vocab.vocab_size == config.vocab_size
+        assert vocab.draft_vocab_size == config.draft_vocab_size
+        assert vocab.vocab_size == config.vocab_size
         c = config
         self.config = config
         self.vocab = vocab

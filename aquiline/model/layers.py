@@ -42,7 +42,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tup
         return inv_freq / rope.factor, 1.0
     original = rope.original_max_position_embeddings or max_positions
     if rope.rope_type == "llama3":
-        assert rope.low_freq_factor is not None and rope.high_freq_factor is not None
+        assert rope.low_freq_factor is not None
+        assert rope.high_freq_factor is not None
         wavelength = 2 * math.pi / inv_freq
         smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         smooth = smooth.clamp(0, 1)  # 0: long waves, divided by factor; 1: short waves, kept
@@ -107,7 +108,7 @@ class Context:
     def make(
         mask_BNM: Tensor | None, num_tokens: int, cache: KVCache | None, slots: list[int] | None, device: torch.device
     ) -> "Context":
-        """`mask_BNM` is True where token n may see own token m; None is causal. All kept tokens of a row are visible."""
+        """`mask_BNM` is True where token n may see own token m; None is causal. A row's kept tokens are visible."""
         lengths = [cache.lengths[s] for s in slots] if cache is not None and slots is not None else [0]
         longest = max(lengths)
         if longest == 0 and mask_BNM is None:
@@ -126,7 +127,8 @@ class Context:
             bias = torch.cat((past.expand(rows, own.shape[1], -1), own.expand(rows, -1, -1)), dim=2)
         if longest == 0:
             return Context(None, None, bias)
-        assert cache is not None and slots is not None
+        assert cache is not None
+        assert slots is not None
         keys, values = cache.read(slots)
         return Context(keys, values, bias)
 

@@ -3,7 +3,8 @@
 A pass is a pure function of (ids, positions, mask, cache): it reads the cache and returns the keys and values of its
 own tokens, the final state `last` that the head reads, and `aux`, the captured states the draft reads.
 
-Shapes: B rows, N tokens of the pass, D width, A = captured layers * D, L layers, G kv heads, E head width, V vocabulary.
+Shapes: B rows, N tokens of the pass, D width, A = captured layers * D, L layers, G kv heads, E head width,
+V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Target(nn.Module):
     """The frozen model whose output must not change. Parameter names are the Hugging Face ones."""
 
     def __init__(self, config: TargetConfig, capture_after: tuple[int, ...]) -> None:
-        """`capture_after`: 0-based ids of the captured layers, the state AFTER the block. UserError when they do not fit."""
+        """`capture_after`: 0-based ids of the captured layers, the state AFTER the block; UserError if bad."""
         super().__init__()
         check_capture_after(capture_after, config.num_layers)
         self.config = config

@@ -21,11 +21,11 @@ class VocabMap:
 
     @staticmethod
     def of(target_ids_W: Tensor, vocab_size: int) -> "VocabMap":
-        """From absolute target ids, in the draft's order. UserError unless they are unique and within the vocabulary."""
+        """From absolute target ids, in the draft's order. UserError unless they are unique and in the vocabulary."""
         ids = target_ids_W.long().cpu()
         require(ids.ndim == 1 and len(ids) > 0, "the draft vocabulary is empty")
         low, high = int(ids.min()), int(ids.max())
-        require(0 <= low and high < vocab_size, f"draft vocabulary: target ids {low}..{high} leave 0..{vocab_size - 1}")
+        require(low >= 0 and high < vocab_size, f"draft vocabulary: target ids {low}..{high} leave 0..{vocab_size - 1}")
         repeated = ids[torch.bincount(ids, minlength=vocab_size)[ids] > 1]
         require(
             len(repeated) == 0,
@@ -50,7 +50,7 @@ class VocabMap:
         vocab_size = len(counts_V)
         require(
             len(always) <= draft_vocab_size <= vocab_size,
-            f"draft vocabulary of {draft_vocab_size} must be at least {len(always)} and at most {vocab_size}, the target's",
+            f"draft vocabulary of {draft_vocab_size} must be at least {len(always)} and at most {vocab_size} (target)",
         )
         counts = counts_V.double().clone()
         if not bool(counts.any()):
@@ -59,7 +59,7 @@ class VocabMap:
         seen = int((counts > 0).sum())
         if seen < draft_vocab_size:
             warnings.warn(
-                f"the data has {seen} distinct tokens; the draft vocabulary of {draft_vocab_size} is filled up with low ids",
+                f"the data has {seen} distinct tokens; the draft vocabulary ({draft_vocab_size}) is filled with low ids",
                 stacklevel=2,
             )
         # Stable: among equal counts (unseen tokens are all 0) the lower id comes first.

@@ -153,7 +153,8 @@ def evaluate(
         _, stats = unroll(
             draft, pack, head_rows_WD, config.ttt_steps, config.ttt_decay, skip_outside=config.skip_outside
         )
-        assert stats.right_KT is not None and stats.counted_KT is not None
+        assert stats.right_KT is not None
+        assert stats.counted_KT is not None
         for k, n in enumerate(stats.rows):
             loss[k] += stats.loss[k] * n
             right[k] += stats.accuracy[k] * n

@@ -80,7 +80,7 @@ class Plan:
         return Plan(valid, active, document, position, starts)
 
     def spans(self, step: int) -> list[tuple[int, int, int, int]]:
-        """Per document with rows at this step: (first row index, end row index) in `active[step]`, (first key, end key)."""
+        """Per document with rows at this step: first and end index in `active[step]`, first and end key."""
         rows = self.active[step]
         counts = torch.bincount(self.document_T[rows], minlength=len(self.starts) - 1).tolist()
         spans, a = [], 0
@@ -200,7 +200,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_RH: Tensor, weight_WH: Tensor, probs_PW: Tensor, teacher_R: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`teacher_R` says which row of `probs_PW` teaches each row. Returns (summed loss, the draft's arg-max `[R]`)."""
+        """`teacher_R`: the row of `probs_PW` that teaches each row. Returns (summed loss, draft's arg-max `[R]`)."""
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         d_hidden = torch.zeros_like(hidden_RH) if train else None
         d_weight = torch.zeros_like(weight_WH) if train else None
@@ -249,7 +249,8 @@ def unroll(
     stats = StepStats(
         right_KT=torch.zeros(steps, T, dtype=torch.bool), counted_KT=torch.zeros(steps, T, dtype=torch.bool)
     )
-    assert stats.right_KT is not None and stats.counted_KT is not None
+    assert stats.right_KT is not None
+    assert stats.counted_KT is not None
 
     attention = draft.midlayer.self_attn
     g_TH = draft.fuse(pack.aux_TA)
@@ -260,6 +261,7 @@ def unroll(
     rows = plan.active[0]
     x, residual = x_T[rows], residual_T[rows]
     q = attention.queries(x, cos[rows], sin[rows])
+    feature = g_TH[rows]
     keys: list[Tensor] = []
     values: list[Tensor] = []
     loss = g_TH.new_zeros((), dtype=torch.float32)
@@ -272,7 +274,7 @@ def unroll(
             continue
         if k > 0:
             kept = _inside(plan, k - 1, k)
-            x, residual = draft.midlayer.inputs(pack.embeds_TH[rows + 1 + k], feature[kept])  # noqa: F821 (of step k-1)
+            x, residual = draft.midlayer.inputs(pack.embeds_TH[rows + 1 + k], feature[kept])
             cos, sin = draft.rotary(plan.position_T[rows] + k, x.dtype)
             q, key, value = attention.queries_keys_values(x, cos, sin)
             keys.append(key)
@@ -298,7 +300,7 @@ def unroll(
 
 
 def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's distributions over the draft vocabulary `[P, W]`, once per position any step uses, and where each is.
+    """The target's distributions over the draft vocabulary `[P, W]`, one per position that is used, and where each is.
 
     Step k's teacher is step 0's shifted by k, so nothing here is computed twice.
     """

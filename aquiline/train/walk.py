@@ -38,8 +38,8 @@ class Walk:
     def add(self, right_KT: Tensor, counted_KT: Tensor, first: int, end: int) -> None:
         """Walk one reply whose tokens stand at `first..end-1`.
 
-        `right_KT[k, t]`: the draft's token for x_{t+2+k} is the stored one; `counted_KT`: the stored one is the target's
-        own arg-max. Where it is not, the chain ends uncounted: that token is the target's own and nothing is judged.
+        `right_KT[k, t]`: the draft's token for x_{t+2+k} is the stored one; `counted_KT`: the stored one is the
+        target's own arg-max. Where it is not, the chain ends uncounted: that token is the target's own.
         """
         steps = len(right_KT)
         self.tried += [0] * (steps - len(self.tried))
