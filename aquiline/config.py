@@ -5,12 +5,17 @@ or other projects' names: `files/formats.py` translates a `config.json` into the
 """
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass, field
 
 
 class UserError(Exception):
     """Something the user gave is wrong: the message says what was given, what was expected and what to do."""
+
+
+class AquilineWarning(UserWarning):
+    """Something is legal but may lower acceptance: said once, loudly."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -85,7 +90,7 @@ class TargetConfig:
 
 
 def default_capture_after(num_layers: int) -> tuple[int, int, int]:
-    """The usual low, middle and high layers: the states that ENTER layers 2, N//2 and N-3 (0-based ids, after the block).
+    """The usual low, middle and high layers, as 0-based ids: the states that ENTER layers 2, N//2 and N-3.
 
     Raises UserError below 7 layers, where these three are not distinct.
     """
@@ -100,7 +105,7 @@ def default_capture_after(num_layers: int) -> tuple[int, int, int]:
 def check_capture_after(capture_after: tuple[int, ...], num_layers: int) -> None:
     """Raise UserError unless the ids are distinct, ascending and inside the target."""
     inside = all(0 <= i < num_layers for i in capture_after)
-    ascending = all(a < b for a, b in zip(capture_after, capture_after[1:], strict=False))
+    ascending = all(a < b for a, b in itertools.pairwise(capture_after))
     require(
         bool(capture_after) and inside and ascending,
         f"capture_after {list(capture_after)} must be distinct, ascending and within 0..{num_layers - 1} "
@@ -187,6 +192,7 @@ class TreeConfig:
 
 
 REFERENCE_TREE = TreeConfig(6, 8, 60)  # the tree by which tau is judged
+DEFAULT_TREE = TreeConfig(4, 3, 8)  # what decoding uses unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -272,3 +278,20 @@ class Limits:
     def __post_init__(self) -> None:
         require(self.max_new_tokens >= 0, f"max_new_tokens {self.max_new_tokens} must not be negative")
         require(all(self.stop_strings), "a stop string is empty; leave it out or give at least one character")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """One measurement of a target with its draft: the same prompts plainly and speculatively."""
+
+    tree: TreeConfig = DEFAULT_TREE
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0  # of every prompt
+    limit: int | None = None  # prompts per task; None: all
+    plain: bool = True  # False: tau only
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 2, f"max_new_tokens {self.max_new_tokens} must be at least 2 to have a cycle")
+        require(self.limit is None or self.limit >= 1, f"limit {self.limit} must be at least 1")
+        SamplingConfig(temperature=self.temperature, seed=self.seed)

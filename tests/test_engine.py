@@ -341,3 +341,16 @@ def test_ngram_drafter_proposes_the_latest_longest_match():
     tree = drafter.draft([row])[0]
     assert tree.tokens_N.tolist() == [9, 4, 7, 8]
     assert tree.parents_N.tolist() == [-1, 0, -1, 2]
+
+
+def test_a_cache_grows_with_its_rows_and_keeps_what_it_held():
+    target = tiny_target(max_positions=4096)
+    cache = target.new_cache(2, 4000)
+    assert cache.keys_LRGSE.shape[3] == 1024
+    out = target(torch.tensor([prompt(700)]), torch.arange(700)[None])
+    for _ in range(2):
+        cache.keep(1, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
+    assert cache.lengths == [0, 1400]
+    assert cache.keys_LRGSE.shape[3] == 2048
+    assert torch.equal(cache.keys_LRGSE[:, 1, :, :700], out.keys_LBGNE[:, 0])
+    assert torch.equal(cache.values_LRGSE[:, 1, :, 700:1400], out.values_LBGNE[:, 0])

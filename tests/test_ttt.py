@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from aquiline.data.features import compute
 from aquiline.data.dataset import Document
+from aquiline.data.features import compute
 from aquiline.model.layers import rotate
 from aquiline.train.loop import make_pack
 from aquiline.train.ttt import Plan, unroll

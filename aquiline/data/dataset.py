@@ -54,7 +54,7 @@ def read_documents(paths: Sequence[Path], chat: Chat, vocab_size: int, max_lengt
             with open(path, encoding="utf-8") as f:
                 for number, line in enumerate(f, 1):
                     if line.strip():
-                        documents += _documents(line, f"{path}:{number}", chat, vocab_size)
+                        documents += _documents(line, path, number, chat, vocab_size)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot be read as UTF-8 JSON lines: {error}") from None
     cut = [_cut(d, max_length) for d in documents]
@@ -67,14 +67,15 @@ def read_documents(paths: Sequence[Path], chat: Chat, vocab_size: int, max_lengt
     return kept
 
 
-def _documents(line: str, where: str, chat: Chat, vocab_size: int) -> list[Document]:
+def _documents(line: str, path: Path, number: int, chat: Chat, vocab_size: int) -> list[Document]:
+    where = f"{path}:{number}"
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    source, name = str(row.get("source", "")), str(row.get("id", where))
+    source, name = str(row.get("source", "")), str(row.get("id", f"{path.name}:{number}"))
     greedy = row.get("temperature") == 0
     if "prompt_ids" in row and "response_ids" in row:
         prompt, reply = _ids(row["prompt_ids"], where, vocab_size), _ids(row["response_ids"], where, vocab_size)

@@ -7,10 +7,17 @@ Shapes: L layers, R row slots, G kv heads, S slots of a row, N tokens of a pass,
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+
+_FIRST = 1024  # tokens a row has room for at first; doubled when a row needs more
 
 
 class KVCache:
-    """Preallocated keys and values for `num_slots` rows of at most `capacity` tokens."""
+    """Preallocated keys and values for `num_slots` rows of at most `capacity` tokens.
+
+    A long context costs its memory only once a row grows into it.
+    """
 
     def __init__(
         self,
@@ -22,7 +29,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_layers, num_slots, num_kv_heads, capacity, head_dim)
+        shape = (num_layers, num_slots, num_kv_heads, min(capacity, _FIRST), head_dim)
         # Zeros, not empty: a masked slot still multiplies its value by 0, and 0 * NaN is NaN.
         self.keys_LRGSE = torch.zeros(shape, dtype=dtype, device=device)
         self.values_LRGSE = torch.zeros(shape, dtype=dtype, device=device)
@@ -36,9 +43,20 @@ class KVCache:
             keys_LGNE, values_LGNE = keys_LGNE.index_select(2, index), values_LGNE.index_select(2, index)
         start, count = self.lengths[slot], keys_LGNE.shape[2]
         assert start + count <= self.capacity, f"row of {start} + {count} tokens in a cache of {self.capacity}"
+        self._make_room(start + count)
         self.keys_LRGSE[:, slot, :, start : start + count] = keys_LGNE
         self.values_LRGSE[:, slot, :, start : start + count] = values_LGNE
         self.lengths[slot] = start + count
+
+    def _make_room(self, length: int) -> None:
+        room = self.keys_LRGSE.shape[3]
+        if length <= room:
+            return
+        while room < length:
+            room *= 2
+        more = min(room, self.capacity) - self.keys_LRGSE.shape[3]
+        self.keys_LRGSE = F.pad(self.keys_LRGSE, (0, 0, 0, more))
+        self.values_LRGSE = F.pad(self.values_LRGSE, (0, 0, 0, more))
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""

@@ -1,0 +1,5 @@
+"""`python -m aquiline` is `aquiline`."""
+
+from aquiline.cli import main
+
+main()

@@ -1,0 +1,435 @@
+"""The command line, in this process, on tiny models: contracts, conversations, training with kills, bad input."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import typer
+
+from aquiline import cli
+from aquiline.api import load_chat
+from aquiline.files import checkpoint
+from tests.test_api import folders, load, make_draft  # noqa: F401 (a fixture)
+from tests.test_evaluate import PLAIN_KEYS
+from tests.tiny_chat import assistant, byte_chat, user
+
+pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ever accepted")
+
+MODEL = {"--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--temperature", "--seed"}
+SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
+FLAGS = {
+    "generate": MODEL | SAMPLING | {"--system", "--compare", "--json"},
+    "chat": MODEL | SAMPLING | {"--system"},
+    "eval": MODEL | {"--json", "--limit", "--no-plain"},
+    "export-target": set(),
+    "train": {
+        "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
+        "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
+        "--eval-every", "--save-every", "--seed", "--dtype",
+    },
+}  # fmt: skip
+RESULT_KEYS = {
+    "text", "token_ids", "finish_reason", "prompt_tokens", "generated_tokens", "cycles", "tau", "tokens_per_second",
+    "decode_tokens_per_second", "tree",
+}  # fmt: skip
+
+
+def test_the_flags_of_every_verb_are_these_and_no_others():
+    commands = typer.main.get_command(cli.app).commands
+    got = {n: {o for p in c.params for o in p.opts if o.startswith("--")} - {"--help"} for n, c in commands.items()}
+    assert got == FLAGS
+
+
+def test_the_help_needs_no_pytorch():
+    code = (
+        "import sys, aquiline.cli\n"
+        "try: aquiline.cli.main(['generate', '--help'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.fixture
+def aquiline(capsys, monkeypatch):
+    """Run a command line; (exit code, stdout, stderr)."""
+
+    def run(*arguments, stdin: bytes = b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        monkeypatch.setattr(sys, "argv", ["/somewhere/bin/aquiline", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def models(root, draft="draft"):
+    draft = root / "draft" if draft == "draft" else draft
+    return ["--target", root / "target", "--draft", draft, "--dtype", "float32", "--device", "cpu"]
+
+
+def test_generate_streams_text_to_stdout_and_the_rest_to_stderr(aquiline, folders):  # noqa: F811
+    reference = load(folders).generate("hi", max_new_tokens=20)
+    code, out, err = aquiline("generate", "hi", *models(folders), "--max-new-tokens", 20)
+    assert (code, out) == (0, reference.text + "\n")
+    assert "target, draft draft, float32 on cpu" in err
+    assert "20 tokens (length)" in err
+    assert "tree 4:3:8" in err
+    code, piped, _ = aquiline("generate", "-", *models(folders), "--max-new-tokens", 20, stdin=b"hi")
+    assert (code, piped) == (0, out)
+    _, other, _ = aquiline("generate", "hi", *models(folders), "--max-new-tokens", 20, "--system", "S")
+    assert other != out
+
+
+@pytest.mark.parametrize("draft", ["draft", "ngram", "none"])
+def test_generate_json_follows_its_contract(aquiline, folders, draft):  # noqa: F811
+    arguments = ["generate", "hi", *models(folders, draft), "--max-new-tokens", 20, "--json"]
+    code, out, err = aquiline(*arguments, "--temperature", 1, "--seed", 7, "--top-p", 0.9)
+    value = json.loads(out)
+    assert code == 0
+    assert "float32 on cpu" in err
+    assert set(value) == RESULT_KEYS
+    reference = load(folders, "none").generate("hi", max_new_tokens=20, temperature=1.0, seed=7, top_p=0.9)
+    assert (value["text"], value["token_ids"]) == (reference.text, reference.token_ids)
+    assert value["tree"] == (None if draft == "none" else "4:3:8")
+    assert (value["tau"] is None) == (value["cycles"] == 0)  # no cycle, no tau
+    assert (value["cycles"] > 0) == (draft == "draft")  # nothing repeats in this text
+    if draft == "none":
+        return
+    code, out, _ = aquiline(*arguments, "--compare")
+    value = json.loads(out)
+    assert code == 0
+    assert set(value) == RESULT_KEYS | {"plain", "equal", "speedup"}
+    assert set(value["plain"]) == RESULT_KEYS - {"cycles", "tau", "tree"}
+    assert value["equal"] is True
+    assert value["speedup"] > 0
+    assert value["plain"]["token_ids"] == value["token_ids"]
+
+
+def test_compare_prints_the_text_once_and_the_comparison(aquiline, folders):  # noqa: F811
+    code, out, err = aquiline("generate", "hi", *models(folders), "--max-new-tokens", 20, "--compare")
+    assert (code, out) == (0, load(folders).generate("hi", max_new_tokens=20).text + "\n")
+    assert "equal        yes · speed-up" in err
+    assert err.count("tokens/s") == 2
+
+
+def test_a_draft_that_never_helps_is_one_line_on_stderr(aquiline, folders, tmp_path):  # noqa: F811
+    make_draft(tmp_path / "dull", checkpoint.load_target(folders / "target", torch.float32), zeroed=True)
+    code, out, err = aquiline("generate", "hi", *models(folders, tmp_path / "dull"), "--max-new-tokens", 80, "--json")
+    assert code == 0
+    assert json.loads(out)["tau"] < 1.05
+    (line,) = [line for line in err.splitlines() if line.startswith("warning: ")]
+    assert "hardly ever accepted" in line
+
+
+def test_chat_keeps_the_conversation(aquiline, folders):  # noqa: F811
+    model = load(folders)
+    settings = {"max_new_tokens": 15}
+    first = model.generate("hi", **settings).text
+    second = model.generate([user("hi"), assistant(first), user("więcej")], **settings).text
+    turns = "hi\n\nwięcej\n/reset\nhi\n/color\nhi\n/quit\nnever read\n".encode()
+    code, out, err = aquiline("chat", *models(folders), "--max-new-tokens", 15, stdin=turns)
+    assert code == 0
+    plain, coloured = f"{first}\n{second}\n{first}\n", out[len(first + second + first) + 3 :]
+    assert out.startswith(plain)
+    third = model.generate([user("hi"), assistant(first), user("hi")], **settings).text
+    assert cli._paint("x", 1)[:5] in err  # the legend
+    for sequence in ("\x1b[0m", *(f"\x1b[{c}m" for c in cli._COLOURS)):
+        coloured = coloured.replace(sequence, "")
+    assert coloured == third + "\n"
+    code, out, _ = aquiline("chat", *models(folders), "--max-new-tokens", 15, stdin=b"hi")  # ends without a line feed
+    assert (code, out) == (0, first + "\n")
+
+
+def test_colours_tell_the_origin():
+    assert cli._paint("x", 0) == "x"
+    assert cli._paint("", 3) == ""
+    painted = {cli._paint("x", depth) for depth in range(1, 7)}
+    assert len(painted) == 6
+    assert cli._paint("x", 99) in painted
+
+
+@pytest.fixture
+def prompt_files(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"turns": ["hi", "more"]}\n{"turns": ["a b a b"]}\n')
+    (tmp_path / "two.jsonl").write_text(json.dumps({"messages": [user("hi")], "id": "m"}) + "\n")
+    return tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+
+
+def test_eval_json_follows_its_contract(aquiline, folders, prompt_files, tmp_path):  # noqa: F811
+    arguments = ["eval", *prompt_files, *models(folders, "ngram"), "--max-new-tokens", 40]
+    code, out, _ = aquiline(*arguments, "--json", tmp_path / "record.json", "--tree", "3:1:3")
+    assert code == 0
+    assert "speed-up" in out
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert list(record["tasks"]) == ["one", "two"]
+    assert [t["prompts"] for t in record["tasks"].values()] == [2, 1]
+    contract = {"prompts", "tau", "acceptance_per_depth", "n_alpha", "tokens_per_second"} | PLAIN_KEYS
+    assert all(set(t) >= contract and t["equal_share"] == 1.0 for t in record["tasks"].values())
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    code, out, err = aquiline(*arguments, "--json", "-", "--limit", 1, "--no-plain")
+    record = json.loads(out)
+    assert code == 0
+    assert "speed-up" in err
+    assert record["tasks"]["one"]["prompts"] == 1
+    assert not PLAIN_KEYS & set(record["tasks"]["one"])
+    assert record["settings"]["limit"] == 1
+
+
+def test_export_target_loads_back_the_same(aquiline, folders, tmp_path):  # noqa: F811
+    code, _, err = aquiline("export-target", folders / "target", tmp_path / "out")
+    assert code == 0
+    assert "target written to" in err
+    (a, b) = (checkpoint.load_target(f, torch.float32) for f in (folders / "target", tmp_path / "out"))
+    assert all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
+    assert load_chat(tmp_path / "out").fingerprint() == byte_chat().fingerprint()
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="module")
+def answers(folders, tmp_path_factory):  # noqa: F811
+    """Greedy answers of the tiny target, and one conversation that somebody else wrote in part."""
+    model = load(folders, "none")
+    rows = []
+    for i in range(14):
+        ids = model.prompt_ids(f"say {i}")
+        reply = model.generate(ids, max_new_tokens=24).token_ids
+        rows.append({"id": f"r{i}", "temperature": 0, "prompt_ids": ids, "response_ids": reply})
+    talk = [user("a"), assistant("not ours"), user("b"), assistant("ours")]
+    rows.append({"id": "talk", "messages": talk, "written": [False, True]})
+    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train_arguments(root, answers, out, *more):
+    return [
+        "train", answers, "--out", out, "--target", root / "target", "--dtype", "float32", "--batch-tokens", 120,
+        "--ttt-steps", 3, "--draft-vocab-size", 100, "--held-out", 2, "--eval-every", 4, "--save-every", 3,
+        "--epochs", 2, "--features", answers.parent / "features", *more,
+    ]  # fmt: skip
+
+
+def state(out):
+    return torch.load(out / "state" / "state.pt", weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:the data has")
+def test_training_end_to_end_and_after_kills(aquiline, folders, answers, tmp_path, monkeypatch):  # noqa: F811
+    whole = tmp_path / "whole"
+    code, _, err = aquiline(*train_arguments(folders, answers, whole))
+    assert code == 0
+    assert "complete; the head is" in err
+    words = " ".join(err.split())  # the table is cut to the terminal's width
+    for fact in ("embed_tokens.weight", "frozen", "fc.weight", "trained", "13 documents", "2 held out", "of the supe"):
+        assert fact in words
+    assert {p.name for p in whole.iterdir()} == {"setup.json", "state", "head"}
+    assert {p.name for p in (answers.parent / "features").iterdir()} == {"train", "held_out"}
+
+    run = json.loads((whole / "head" / "run.json").read_text())
+    assert run["command"][:4] == ["aquiline", "train", "answers.jsonl", "--out"]
+    assert str(tmp_path) not in json.dumps(run)
+    assert run["data"]["documents"] == 13
+    assert run["training"]["ttt_steps"] == 3
+    assert {"versions", "machine", "history", "minutes", "documents", "tokens", "step"} <= set(run)
+
+    config = json.loads((whole / "head" / "config.json").read_text())
+    info = checkpoint.draft_info(config)
+    assert info is not None
+    assert info.target == "target"
+    assert info.tokenizer == byte_chat().fingerprint()
+    code, out, err = aquiline("generate", "say 3", *models(folders, whole / "head"), "--json", "--compare")
+    assert code == 0
+    assert json.loads(out)["equal"] is True
+    assert "draft whole/head" in err
+
+    # A kill between two saves, then a SIGTERM, then to the end: as if nothing had happened.
+    cut = tmp_path / "cut"
+    report = cli._training_report
+
+    def breaking(at, act):
+        def make(bar):
+            inner = report(bar)
+            return lambda p: (inner(p), act() if p.step == at else None)[0]
+
+        monkeypatch.setattr(cli, "_training_report", make)
+
+    class Killed(Exception):
+        pass
+
+    def kill():
+        raise Killed
+
+    breaking(5, kill)
+    with pytest.raises(Killed):
+        aquiline_unchecked(train_arguments(folders, answers, cut))
+    assert state(cut)["state"]["step"] == 3
+    breaking(7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    code, _, err = aquiline(*train_arguments(folders, answers, cut))
+    assert code == 128 + signal.SIGTERM
+    assert "going on from the state" in err
+    assert "stopped and saved" in err
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert state(cut)["state"]["step"] == 7
+    monkeypatch.setattr(cli, "_training_report", report)
+    assert aquiline(*train_arguments(folders, answers, cut))[0] == 0
+    a, b = state(whole)["draft"], state(cut)["draft"]
+    assert all(torch.equal(x, b[name]) for name, x in a.items())
+    assert (whole / "head" / "model.safetensors").read_bytes() == (cut / "head" / "model.safetensors").read_bytes()
+
+    # Resumed with something else: refused, nothing changed.
+    for more, words in (
+        (("--epochs", 3), "epochs: 2.0 -> 3.0"),
+        (("--capture-after", "0,2,5"), "capture_after was [1, 3, 4] and is [0, 2, 5]"),
+        (("--draft-vocab-size", 90), "draft_vocabulary was"),
+    ):
+        code, _, err = aquiline(*train_arguments(folders, answers, cut, *more))
+        assert code == 2
+        assert words in err
+    assert all(torch.equal(x, state(cut)["draft"][name]) for name, x in b.items())
+
+
+def aquiline_unchecked(arguments):
+    cli.main([str(a) for a in arguments])
+
+
+def test_capture_layers_are_read_and_checked(aquiline, folders, answers, tmp_path):  # noqa: F811
+    for layers, words in (("1,x", "is not layers A,B,C"), ("5,3,1", "ascending"), ("1,2,8", "within 0..7")):
+        arguments = train_arguments(folders, answers, tmp_path / "out", "--capture-after", layers)
+        check_refused(aquiline(*arguments), words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_line_is_recorded_without_paths():
+    given = ["train", "/a/b/x.jsonl", "--out=/c/d/", "--epochs", "2"]
+    assert cli._plain_command(given) == ["train", "x.jsonl", "--out=d", "--epochs", "2"]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def check_refused(outcome, *words):
+    code, out, err = outcome
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2, err
+    assert out == ""
+    assert len(errors) == 1
+    assert err.splitlines()[-1] == errors[0]
+    assert "Traceback" not in err
+    for word in words:
+        assert word in errors[0]
+
+
+def test_what_is_wrong_with_the_flags_is_said_before_anything_is_loaded(aquiline, monkeypatch):
+    monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("loaded"))
+    for arguments, words in {
+        ("generate",): ("Missing argument", "aquiline generate --help"),
+        ("generate", "hi", "--temprature", "1"): ("No such option", "--temprature"),
+        ("generate", "hi", "--tree", "4,3,8"): ("'4,3,8' is not DEPTH:TOPK:NODES", "6:8:60"),
+        ("generate", "hi", "--tree", "0:3:8"): ("at least 1",),
+        ("generate", "hi", "--tree", "4:3:8", "--draft", "none"): ("--draft none",),
+        ("generate", "hi", "--compare", "--draft", "none"): ("--compare needs a draft",),
+        ("generate", "hi", "--temperature", "-1"): ("temperature -1",),
+        ("generate", "hi", "--temperature", "nan"): ("temperature nan",),
+        ("generate", "hi", "--top-p", "0"): ("top_p",),
+        ("generate", "hi", "--seed", "-1"): ("seed -1",),
+        ("generate", "hi", "--max-new-tokens", "-1"): ("max_new_tokens -1",),
+        ("eval", "x.jsonl", "--draft", "none"): ("needs a draft",),
+        ("eval", "x.jsonl"): ("x.jsonl is not a file",),
+        ("eval", "x.jsonl", "--limit", "0"): ("limit 0",),
+        ("train", "x.jsonl", "--out", "y", "--optimizer", "sgd"): ("muon or adamw",),
+        ("no-such-verb",): ("No such command",),
+        (): ("Missing command",),
+    }.items():
+        check_refused(aquiline(*arguments), *words)
+    check_refused(aquiline("generate", "-", stdin=b"\xff\xfe"), "stdin is not UTF-8")
+
+
+def test_models_that_do_not_fit_are_refused(aquiline, folders, tmp_path):  # noqa: F811
+    check_refused(aquiline("generate", "hi", *models(tmp_path / "nowhere")), "nowhere", "does not exist")
+    check_refused(aquiline("generate", "hi", *models(folders, tmp_path / "nope")), "nope does not exist")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    check_refused(aquiline("generate", "hi", "--target", empty, "--draft", "none"), "config.json")
+    check_refused(aquiline("generate", "hi", *models(folders), "--device", "tpu"), "device 'tpu'")
+    check_refused(aquiline("generate", "hi", *models(folders), "--dtype", "int4"), "dtype 'int4'")
+
+    corrupt = tmp_path / "corrupt"
+    shutil.copytree(folders / "draft", corrupt)
+    weights = (corrupt / "model.safetensors").read_bytes()
+    (corrupt / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    check_refused(aquiline("generate", "hi", *models(folders, corrupt)), "safetensors", "cannot be read")
+
+    lacking = tmp_path / "lacking"
+    shutil.copytree(folders / "draft", lacking)
+    tensors = safetensors.torch.load_file(lacking / "model.safetensors")
+    tensors.pop("fc.weight")
+    safetensors.torch.save_file(tensors, lacking / "model.safetensors")
+    check_refused(aquiline("generate", "hi", *models(folders, lacking)), "fc.weight", "missing")
+
+    from tests.test_api import make_target
+
+    make_draft(tmp_path / "wide", make_target(tmp_path / "wider", hidden_size=48))
+    check_refused(aquiline("generate", "hi", *models(folders, tmp_path / "wide")), "48", "32")
+
+
+def test_data_and_outputs_that_do_not_work_are_refused(aquiline, folders, answers, prompt_files, tmp_path):  # noqa: F811
+    bad = tmp_path / "bad.jsonl"
+    for line, words in (
+        ("{", "not JSON"), ('{"text": "x"}', "messages"), ("[1]", "object"),
+        ('{"prompt_ids": [1], "response_ids": [999]}', "within 0..261"),
+        ('{"messages": [{"role": "wizard", "content": "x"}]}', "wizard"),
+    ):  # fmt: skip
+        bad.write_text(line + "\n")
+        check_refused(aquiline(*train_arguments(folders, bad, tmp_path / "out")), "bad.jsonl:1", words)
+        if "prompt_ids" not in line:
+            check_refused(aquiline("eval", bad, *models(folders)), "bad.jsonl:1")
+    bad.write_text('{"prompt_ids": [1, 2], "response_ids": [3, 4], "temperature": 1}\n')
+    check_refused(aquiline(*train_arguments(folders, bad, tmp_path / "out")), "greedily")
+    bad.write_text('{"messages": [{"role": "user", "content": "nobody answers"}]}\n')
+    check_refused(aquiline(*train_arguments(folders, bad, tmp_path / "out")), "none has a supervised token")
+    assert not (tmp_path / "out").exists()
+
+    (tmp_path / "file").write_text("x")
+    check_refused(aquiline(*train_arguments(folders, answers, tmp_path / "file" / "out")), "cannot write")
+    check_refused(
+        aquiline("eval", *prompt_files, *models(folders), "--json", tmp_path / "missing" / "r.json"), "cannot write"
+    )
+    check_refused(aquiline("eval", *prompt_files, *models(folders), "--json", tmp_path), "is a folder")
+    check_refused(aquiline("eval", prompt_files[0], prompt_files[0], *models(folders)), "two files are named one")
+    check_refused(aquiline("export-target", folders / "target", tmp_path / "file"), "is a file")
+    check_refused(aquiline("export-target", folders / "target", tmp_path), "would delete")
+    assert {p.name for p in tmp_path.iterdir()} == {"bad.jsonl", "file", "one.jsonl", "two.jsonl"}
+
+
+def test_an_interrupt_is_quiet(aquiline, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", interrupt)
+    code, out, err = aquiline("generate", "hi")
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_the_module_runs(folders):  # noqa: F811
+    arguments = ["generate", "hi", *models(folders, "ngram"), "--max-new-tokens", 5, "--json"]
+    command = [sys.executable, "-m", "aquiline", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == RESULT_KEYS

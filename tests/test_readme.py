@@ -1,0 +1,108 @@
+"""What the README and the generated reference say is run or compared; `default` is a tiny model with a tiny head here."""
+
+import io
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from aquiline import cli
+from aquiline.config import UserError
+from aquiline.files import checkpoint
+from tests.test_api import make_draft, make_target
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```(sh|python) run-in-test\n(.*?)^```", README, re.M | re.S)
+COMMANDS = [line for language, block in BLOCKS if language == "sh" for line in block.splitlines()]
+
+# What a tiny model needs beyond the README's flags.
+SMALL = "--dtype float32 --max-new-tokens 24"
+TINY = {
+    "generate": f"{SMALL} --device cpu",
+    "chat": f"{SMALL} --device cpu",
+    "eval": f"{SMALL} --device cpu",
+    "train": "--dtype float32 --draft-vocab-size 100 --held-out 2",
+    "export-target": "",
+}
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("the draft's tokens are", "the data has")]
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A working directory with the files that the README speaks of."""
+    make_draft(tmp_path / "models/draft", make_target(tmp_path / "models/target", max_positions=200))
+    for name, folder in (("target_path", "target"), ("draft_path", "draft")):
+        find, tiny = getattr(checkpoint, name), tmp_path / "models" / folder
+        monkeypatch.setattr(
+            checkpoint, name, lambda spec, find=find, tiny=tiny: tiny if spec == "default" else find(spec)
+        )
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("".join(f"Say {n}.\n" for n in range(6)))
+    for name in ("mt_bench", "gsm8k"):
+        Path(f"{name}.jsonl").write_text('{"turns": ["hi"]}\n{"messages": [{"role": "user", "content": "a b"}]}\n')
+
+
+def run_command(line, monkeypatch, capsys) -> str:
+    arguments = shlex.split(line)[1:]
+    arguments += shlex.split(TINY[arguments[0]])
+    monkeypatch.setattr(sys, "argv", ["aquiline", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n/color\nand then?\n"), encoding="utf-8"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert not ended.value.code, f"{line}\n{err}"
+    if "--json" in arguments and arguments[0] == "generate":
+        json.loads(out)
+    if "--compare" in arguments:
+        assert "equal        yes" in err
+    return out
+
+
+def test_every_block_runs_from_the_first_to_the_last(workplace, monkeypatch, capsys):
+    for language, block in BLOCKS:
+        if language == "python":
+            exec(compile(block, "README.md", "exec"), {})
+        else:
+            for line in block.splitlines():
+                assert run_command(line, monkeypatch, capsys) or "train" in line or "export" in line, line
+    record = json.loads(Path("record.json").read_text())
+    assert list(record["tasks"]) == ["mt_bench", "gsm8k"]
+    assert checkpoint.load_target("smollm2", torch.float32).config.hidden_size == 32
+
+
+def test_the_python_example_runs_on_the_real_default(capsys):
+    try:
+        checkpoint.target_path("default")
+        checkpoint.draft_path("default")
+    except UserError as error:
+        pytest.skip(str(error))
+    exec(compile(next(b for language, b in BLOCKS if language == "python"), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 100
+
+
+def test_commands_are_marked_to_be_run_and_every_verb_has_one():
+    assert {shlex.split(line)[1] for line in COMMANDS} == set(typer.main.get_command(cli.app).commands) == set(TINY)
+    unmarked = re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S)
+    words = [line.split()[:2] for block in unmarked for line in block.splitlines()]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    assert words
+    assert all(command == "make" and target in targets for command, target in words)
+
+
+def test_links_lead_somewhere():
+    links = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_the_command_line_reference_is_current():
+    written = runpy.run_path(str(ROOT / "runs" / "cli_reference.py"))["reference"]()
+    assert (ROOT / "docs" / "cli.md").read_text("utf-8") == written, "run: python runs/cli_reference.py"
