@@ -354,3 +354,83 @@ def test_a_cache_grows_with_its_rows_and_keeps_what_it_held():
     assert cache.keys_LRGSE.shape[3] == 2048
     assert torch.equal(cache.keys_LRGSE[:, 1, :, :700], out.keys_LBGNE[:, 0])
     assert torch.equal(cache.values_LRGSE[:, 1, :, 700:1400], out.values_LBGNE[:, 0])
+
+
+def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
+    """Row 46 of what users trip over: a deeper node must attend to its own ancestors and carry their features."""
+    target = tiny_target()
+    draft = tiny_draft(target)
+    p = prompt(7)
+    engine = Engine(target, draft)
+    engine.submit(Request(p, limits=Limits(20), tree=TreeConfig(4, 3, 30)))
+    levels = []
+    forward = draft.forward
+
+    def spy(embeds, g, positions, *rest):
+        out = forward(embeds, g, positions, *rest)
+        levels.append((embeds, out.feature_BNH))
+        return out
+
+    draft.forward = spy
+    trees = []
+    grow = engine.drafter.draft
+    engine.drafter.draft = lambda rows: trees.extend(grow(rows)) or trees
+    with torch.inference_mode():
+        engine._admit()
+        ((_, row),) = engine._running
+        known = list(row.known)
+        engine.step()
+        draft.forward = forward
+        n = len(known) - 1
+        out = target(torch.tensor([known[:n]]), torch.arange(n)[None])
+        g = draft.fuse(out.aux_BNA)
+        embeds = target.embed(torch.tensor([known[1:]]))
+        tree = trees[0]
+        parents, tokens = tree.parents_N.tolist(), tree.tokens_N.tolist()
+        checked = 0
+        for node in range(len(tree)):
+            path = [node]
+            while parents[path[0]] != -1:
+                path.insert(0, parents[path[0]])
+            cache = draft.new_cache(1, 64)
+            real = draft(embeds, g, torch.arange(n)[None])
+            cache.keep(0, real.keys_LBGNE[:, 0], real.values_LBGNE[:, 0])
+            feature, hidden, drafted = real.feature_BNH[:, -1:], real.hidden_BNH[:, -1:], None
+            score = 0.0
+            for depth, i in enumerate(path):
+                log_probs = torch.log_softmax(draft.logits(hidden[0, -1]), -1)
+                score += float(log_probs[draft.vocab.draft_ids_V[tokens[i]]])
+                embed = target.embed(torch.tensor([[tokens[i]]]))
+                mask = torch.ones(1, 1, depth + 1, dtype=torch.bool)
+                step = draft(embed, feature, torch.tensor([[n + depth]]), mask, cache, [0], drafted)
+                new = (step.keys_LBGNE, step.values_LBGNE)
+                drafted = new if drafted is None else tuple(torch.cat(x, 3) for x in zip(drafted, new, strict=True))
+                feature, hidden = step.feature_BNH, step.hidden_BNH
+            assert float(tree.scores_N[node]) == pytest.approx(score, abs=1e-3)
+            checked = max(checked, len(path))
+        assert checked >= 3
+
+
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_target_and_draft_may_have_different_dtypes(kinds):
+    target = tiny_target().to(kinds[0])
+    draft = tiny_draft(tiny_target()).to(kinds[1])
+    r = decode(target, draft, [prompt(9)], tree=TreeConfig(3, 3, 8), limit=20)[0]
+    assert len(r.output_ids) == 20
+    assert r.cycles > 0
+    if kinds[0] == torch.float32:
+        assert r.output_ids == decode(target, None, [prompt(9)], limit=20)[0].output_ids
+
+
+def test_a_held_cache_gives_way_to_a_request_that_needs_the_slot():
+    target = tiny_target()
+    engine = Engine(target, tiny_draft(target))
+    first = Request(prompt(9), limits=Limits(8), tree=TreeConfig(2, 2, 4), hold=True)
+    engine.run([first])
+    other = engine.run([Request(prompt(5), limits=Limits(8))])[0]
+    assert len(other.output_ids) == 8
+    again = engine.submit(Request([*first.prompt_ids, *first.output_ids, 3], limits=Limits(8)), after=first)
+    while engine.busy:
+        engine.step()
+    assert again.reused_tokens == 0
+    assert again.output_ids == Engine(target).run([Request(again.prompt_ids, limits=Limits(8))])[0].output_ids

@@ -147,3 +147,20 @@ def test_without_a_draft_there_is_nothing_to_measure(folders):  # noqa: F811
 
 def test_the_revision_is_that_of_this_checkout_only(tmp_path):
     assert evaluate._revision(tmp_path) is None
+
+
+def test_counts_of_a_known_histogram():
+    """39 cycles accepted none of a chain of three, one accepted one, three accepted all: ten of 129 drafted tokens."""
+    from aquiline.api import Result
+    from aquiline.config import EvalConfig, TreeConfig
+    from aquiline.decode.engine import Request
+    from aquiline.measure.evaluate import Comparison, summarise
+
+    lengths = [1] * 39 + [2] + [4] * 3
+    request = Request([1], cycle_lengths=lengths, tried=[43, 4, 3], accepted=[4, 3, 3])
+    result = Result("", [0] * 54, [0] * 54, "length", 1, 43, request.tau, "3:1:3", 1.0, 0.9)
+    block = summarise([Comparison("p", request, result, None, None)], EvalConfig(TreeConfig(3, 1, 3)), "ngram")
+    assert round(block["tau"], 4) == 1.2326
+    assert [round(43 * a) for a in block["acceptance_per_depth"]] == [4, 3, 3]
+    assert round(sum(block["acceptance_per_depth"]) / 3, 4) == 0.0775
+    assert block["n_alpha"] == [4 / 43, 3 / 4, 1.0]  # conditional, from joint hits

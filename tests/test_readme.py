@@ -1,4 +1,4 @@
-"""What the README and the generated reference say is run or compared; `default` is a tiny model with a tiny head here."""
+"""What the README shows is run, with a tiny model and head as `default`; the generated reference is compared."""
 
 import io
 import json

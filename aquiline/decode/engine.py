@@ -190,7 +190,9 @@ class Engine:
             request, after = self._waiting[0]
             before = self._held.pop(id(after), None) if after is not None else None
             if before is None and len(self._running) + len(self._held) >= self._num_slots:
-                break
+                if not self._held:
+                    break
+                self.release(next(iter(self._held.values()))[0])  # only a cache: what needs it is computed again
             self._waiting.popleft()
             touched.append(request)
             self._start(request, before[1] if before is not None else None)

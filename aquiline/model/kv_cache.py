@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
 _FIRST = 1024  # tokens a row has room for at first; doubled when a row needs more
 
 

@@ -116,18 +116,20 @@ class Target(nn.Module):
         return PassOutput(self.model.norm(x), aux, torch.stack(all_keys), torch.stack(all_values))
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits `[..., V]` of the rows given. In bf16 the head's sum is kept in float32 only by the cast after
-        it: the rounding of bf16 logits is part of the bf16 target.
+        """Float32 logits `[..., V]` of the rows given, computed in float32: bf16 logits near 16 stand 0.125 apart, and
+        what ties there is decided by rounding alone.
         """
-        head = self._head
-        return (nn.functional.linear(last, self.head_weight) if head is None else head(last)).float()
+        if self._head is not None:
+            return self._head(last.float())
+        return nn.functional.linear(last.float(), self.head_weight.float())
 
     def pack(self) -> "Target":
         """Pack the weights for decoding and free the separate ones; the state dict is gone afterwards."""
+        self._head = PackedLinear([self.head_weight.float()], [None])
+        if self.lm_head is not None:  # a tied one is the embedding, which must stay readable row by row
+            pack(self.lm_head)
         for layer in self.model.layers:
             assert isinstance(layer, TargetLayer)
             layer.self_attn.pack()
             layer.mlp.pack()
-        # A tied head shares its weight with the embedding, which must stay readable row by row.
-        self._head = PackedLinear([self.head_weight], [None]) if self.lm_head is None else pack(self.lm_head)
         return self

@@ -59,7 +59,8 @@ class VocabMap:
         seen = int((counts > 0).sum())
         if seen < draft_vocab_size:
             warnings.warn(
-                f"the data has {seen} distinct tokens; the draft vocabulary ({draft_vocab_size}) is filled with low ids",
+                f"the data has {seen} distinct tokens; "
+                f"the draft vocabulary of {draft_vocab_size} is filled up with low ids",
                 stacklevel=2,
             )
         # Stable: among equal counts (unseen tokens are all 0) the lower id comes first.
