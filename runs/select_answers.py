@@ -1,4 +1,6 @@
-"""Picks stored answers for a training run on a small machine: `python runs/select_answers.py OUT.jsonl TOKENS IN.jsonl...`
+"""Picks stored answers for a training run on a small machine.
+
+    python runs/select_answers.py OUT.jsonl TOKENS IN.jsonl...
 
 A token of a prompt costs a target pass and teaches nothing, so rows whose prompt is at most three quarters of the reply
 are preferred; one in six of the others is kept, so that no kind of prompt is missing. The draw hashes the row's id:

@@ -6,7 +6,6 @@ machine and used only when they exist and agree; otherwise everything runs throu
 
 import functools
 import os
-import platform
 
 import torch
 from torch import Tensor
@@ -39,23 +38,16 @@ def can_pack(dtype: torch.dtype) -> bool:
 @functools.cache
 def fast_bf16(device_type: str) -> bool:
     """Whether bf16 arithmetic is native on the device, so that bf16 is no slower than float32."""
-    if device_type == "cpu":
-        flags = _cpu_flags()
-        return "avx512_bf16" in flags or "amx_bf16" in flags
-    return device_type == "cuda" and torch.cuda.is_bf16_supported()
-
-
-def _cpu_flags() -> frozenset[str]:
-    if torch.backends.mkldnn.is_available() and "ONEDNN_MAX_CPU_ISA" in os.environ:
-        return frozenset()
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device_type != "cpu" or "ONEDNN_MAX_CPU_ISA" in os.environ:  # told to do without the newer units
+        return False
     try:
-        with open("/proc/cpuinfo") as f:
-            for line in f:
-                if line.startswith("flags"):
-                    return frozenset(line.split(":", 1)[1].split())
-    except OSError:
-        pass
-    return frozenset({"avx512_bf16"}) if platform.machine() == "arm64" else frozenset()
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            words = {word for line in f if line.startswith(("flags", "Features")) for word in line.split()}
+    except OSError:  # not Linux: not known
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})  # the last one on 64-bit Arm
 
 
 class PackedLinear:

@@ -13,6 +13,7 @@ Source: EAGLE-3 (arXiv 2503.01840), section 3.1; the switches are those of the e
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,11 @@ class Draft(nn.Module):
         self.rotary = Rotary(c.rope, c.head_dim, c.max_positions)
         self._fc: PackedLinear | None = None
         self._head: PackedLinear | None = None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Draft":
+        super()._apply(fn, recurse)
+        self.vocab = self.vocab.to(self.norm.weight.device)  # no buffer: files hold it as offsets
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
