@@ -165,6 +165,12 @@ def load_target(
             f"{path} says that its head is tied to the embedding, yet holds another lm_head.weight; "
             "set tie_word_embeddings to what the model was trained with, or remove the tensor",
         )
+    layers = [int(m[1]) for m in (re.match(r"model\.layers\.(\d+)\.", name) for name in tensors) if m]
+    # Before it is built: a misread number of layers would otherwise be built at length, then reported key by key.
+    require(
+        config.num_layers == max(layers, default=-1) + 1,
+        f"{path}: its config says {config.num_layers} layers, and its weights hold {max(layers, default=-1) + 1}",
+    )
     capture = capture_after if capture_after is not None else default_capture_after(config.num_layers)
     target = _fill(lambda: Target(config, capture), tensors, dtype, device, f"target {path}")
     return target.requires_grad_(False).eval()

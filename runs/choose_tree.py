@@ -1,0 +1,67 @@
+"""Which fixed tree decodes fastest on this machine: `python runs/choose_tree.py OUT.json TOKENS FILE.jsonl...`
+
+Every prompt is decoded plainly and with each tree of the grid, in an order that rotates from prompt to prompt. A tree's
+figure is plain time over its time, summed over prompts that gave the same number of tokens; the spread is over prompts.
+"""
+
+import json
+import statistics
+import sys
+
+from aquiline.api import load
+from aquiline.config import TreeConfig
+from aquiline.files.disk import write_json_atomic
+from aquiline.measure.evaluate import machine, versions
+from aquiline.measure.tasks import read_prompts
+
+GRID = ["1:3:3", "2:1:2", "2:2:3", "2:3:5", "3:1:3", "3:2:5", "3:3:6", "4:1:4", "4:3:6", "4:4:10", "5:4:12", "6:8:24"]
+
+
+def main() -> None:
+    out, tokens, paths = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    model = load()
+    prompts = [p for path in paths for p in read_prompts(path)]
+    ways = [None, *GRID]
+    seconds: dict[str | None, list[float]] = {way: [] for way in ways}
+    emitted: dict[str | None, list[int]] = {way: [] for way in ways}
+    cycles: dict[str | None, list[int]] = {way: [] for way in ways}
+    for number, prompt in enumerate(prompts):
+        ids = model.prompt_ids(prompt.messages)
+        if number == 0:
+            for way in ways:
+                model.generate(ids, max_new_tokens=8, tree=way, plain=way is None)
+        turn = number % len(ways)
+        for way in ways[turn:] + ways[:turn]:
+            result = model.generate(ids, max_new_tokens=tokens, tree=way, plain=way is None)
+            seconds[way].append(result.seconds)
+            emitted[way].append(result.generated_tokens)
+            cycles[way].append(result.cycles)
+        print(f"{number + 1}/{len(prompts)}", file=sys.stderr, flush=True)
+    same = [i for i in range(len(prompts)) if len({emitted[way][i] for way in ways}) == 1]
+    rows = {}
+    for way in GRID:
+        ratios = [seconds[None][i] / seconds[way][i] for i in same]
+        rows[way] = {
+            "speedup": sum(seconds[None][i] for i in same) / sum(seconds[way][i] for i in same),
+            "speedup_median": statistics.median(ratios),
+            "speedup_min": min(ratios),
+            "speedup_max": max(ratios),
+            "tokens_per_cycle": sum(emitted[way]) / max(sum(cycles[way]), 1),
+            "nodes": TreeConfig.parse(way).num_nodes,
+        }
+    record = {
+        "trees": rows,
+        "best": max(rows, key=lambda way: rows[way]["speedup"]),
+        "prompts": len(same),
+        "max_new_tokens": tokens,
+        "plain_tokens_per_second": sum(emitted[None]) / sum(seconds[None]),
+        "settings": {"target": model.target_name, "draft": model.draft_name, "dtype": model.dtype},
+        "machine": machine(model.target.device),
+        "versions": versions(),
+    }
+    write_json_atomic(out, record)
+    print(json.dumps({way: round(row["speedup"], 3) for way, row in rows.items()} | {"best": record["best"]}))
+
+
+if __name__ == "__main__":
+    main()
