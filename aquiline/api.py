@@ -99,17 +99,18 @@ class Model:
         """Ids of a user's text or of a conversation, by the target's chat template; ids are taken as they are."""
         if isinstance(prompt, str):
             return self.chat.render([{"role": "user", "content": prompt}])
-        ids = [i for i in prompt if isinstance(i, int)]
-        if ids and len(ids) == len(prompt):
-            return ids
-        return self.chat.render([m for m in prompt if not isinstance(m, int)])
+        if prompt and all(isinstance(i, int) for i in prompt):
+            return [i for i in prompt if isinstance(i, int)]
+        messages = [m for m in prompt if not isinstance(m, int)]
+        require(len(messages) == len(prompt), "the prompt mixes token ids and messages; give one of them")
+        return self.chat.render(messages)
 
     def request(
         self,
         prompt: str | Sequence[Message] | Sequence[int],
         *,
         max_new_tokens: int = Limits.max_new_tokens,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         tree: TreeConfig | str | None = None,
         plain: bool = False,
         hold: bool = False,
@@ -124,7 +125,7 @@ class Model:
             tree = TreeConfig.parse(tree)
         check_tree_and_draft(self.draft, tree)
         stop_ids = self.chat.end_of_turn_ids | frozenset(self.target.config.eos_token_ids)
-        limits = Limits(max_new_tokens, stop_ids, tuple(stop))
+        limits = Limits(max_new_tokens, stop_ids, (stop,) if isinstance(stop, str) else tuple(stop))
         return Request(
             self.prompt_ids(prompt),
             SamplingConfig(**sampling),
@@ -180,8 +181,10 @@ class Model:
         """Say it when the draft hardly ever helps: the text stays right, so nobody would notice."""
         if not isinstance(self.draft, Draft) or request.tree is None:
             return
-        self._cycles += request.cycles
-        self._emitted += sum(request.cycle_lengths)
+        # A step for which a head makes no tree at all (its scores are not numbers) is a cycle that yields one token.
+        idle = max(0, len(request.output_ids) - 1 - sum(request.cycle_lengths)) if request.cycles == 0 else 0
+        self._cycles += request.cycles + idle
+        self._emitted += sum(request.cycle_lengths) + idle
         if self._cycles >= _JUDGED_CYCLES and self._emitted < _HOPELESS_TAU * self._cycles:
             self._warn_once(
                 "acceptance",
@@ -307,9 +310,15 @@ def load(
         return Model(model.pack(), NGRAM if str(draft) == NGRAM else None, chat, name, str(draft))
     folder = checkpoint.draft_path(draft)  # first: a misspelt draft should not cost the loading of the target
     chat = load_chat(target)
-    model, head = checkpoint.load_pair(
-        target, folder, kind, where, tokenizer=chat.fingerprint(), template=chat.template_fingerprint()
-    )
+    try:
+        model, head = checkpoint.load_pair(
+            target, folder, kind, where, tokenizer=chat.fingerprint(), template=chat.template_fingerprint()
+        )
+    except UserError as error:
+        if str(draft) == DEFAULT and str(target) != DEFAULT:
+            hint = "the default draft belongs to the default target; give --draft a head for this one, ngram or none"
+            raise UserError(f"{error}. {hint}") from error
+        raise
     run, last = folder.resolve().parts[-2:]
     # A training run's head lies in RUN/head, and the run's name is the telling part.
     return Model(model.pack(), head.pack(), chat, name, f"{run}/{last}" if last == "head" else last, folder)

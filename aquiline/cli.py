@@ -5,6 +5,7 @@ to stdout, everything about them to stderr. What the user can mend is one line o
 """
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -43,6 +44,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 TargetFlag = Annotated[str, typer.Option("--target", help="Folder, .gguf file, hub id or 'default'.")]
@@ -97,7 +100,7 @@ def generate(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
     )  # fmt: skip
     require(not (compare and draft == "none"), "--compare needs a draft to compare with; leave --draft none out")
-    text = _decoded(sys.stdin.buffer.read()) if prompt == "-" else prompt
+    text = _piped(sys.stdin.buffer.read() if sys.stdin else b"") if prompt == "-" else prompt
     messages = ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": text}]
     model = _load(target, draft, dtype, device)
     if compare:
@@ -111,6 +114,12 @@ def generate(
         if delta.result is not None:
             print(flush=True)
             _note(_stats(delta.result))
+            _note_full_context(delta.result)
+
+
+def _note_full_context(result: "Result") -> None:
+    if result.finish_reason == "context" and not result.token_ids:
+        _note(f"warning: the prompt's {result.prompt_tokens} tokens leave no room in the target's context")
 
 
 def _compare(model: "Model", messages: list[dict[str, Any]], settings: dict[str, Any], as_json: bool) -> None:
@@ -199,8 +208,11 @@ def chat(
     coloured = False
     while (line := _read_turn()) is not None:
         text = line.strip()
-        if text == "/quit":
+        if text in ("/quit", "/exit"):
             break
+        if text == "/help":
+            _note("/color shows which tokens were drafted, /reset begins anew, /quit ends")
+            continue
         if text == "/reset":
             conversation.reset()
             _note("begun anew")
@@ -229,8 +241,8 @@ def _reply(conversation: "Conversation", text: str, coloured: bool) -> None:
 
 def _read_turn() -> str | None:
     """The next line, None at the end."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.buffer.readline()
+    if sys.stdin is None or not sys.stdin.isatty():
+        line = sys.stdin.buffer.readline() if sys.stdin else b""
         return _decoded(line) if line else None
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (its import gives input() a line editor)
@@ -270,6 +282,12 @@ def evaluate(
     config = EvalConfig(shape, max_new_tokens, temperature, seed, limit, not no_plain)
     require(draft != "none", "eval needs a draft to measure; leave --draft none out")
     if json_out not in (None, "-"):
+        given = {path.resolve() for path in files}
+        require(Path(json_out).resolve() not in given, f"--json {json_out} would overwrite a prompt file")
+        require(
+            not json_out.endswith(".jsonl"),
+            f"--json {json_out} looks like a prompt file; --json takes the file that the record is written to",
+        )
         _check_writable(Path(json_out))
     from aquiline.measure import tasks
 
@@ -337,6 +355,10 @@ def export_target(
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
 ) -> None:
     """Write a target and its tokenizer, in bf16, as a folder that Transformers and other engines load."""
+    require(
+        not out.exists() or (out.is_dir() and not any(out.iterdir())),
+        f"{out} exists and is not empty; give a new folder",
+    )
     import torch
 
     from aquiline import api
@@ -457,7 +479,8 @@ def _training_report(bar: Progress) -> "Callable[[loop.Progress], None]":
         if progress.evaluation is not None and progress.evaluation.tau is not None:
             tau = f" · tau {progress.evaluation.tau:.3f}"
         accuracy = " ".join(f"{a:.2f}" for a in progress.accuracy)
-        note = f"loss {progress.loss:.3f} · accuracy {accuracy}{tau}"
+        skipped = f" · {progress.skipped} updates skipped, not finite" if progress.skipped else ""
+        note = f"loss {progress.loss:.3f} · accuracy {accuracy}{tau}{skipped}"
         bar.update(task, completed=progress.step, total=progress.total, note=note)
         if bar.disable and (progress.evaluation is not None or progress.step % 10 == 0 or progress.step == 1):
             _note(f"{progress.step}/{progress.total} · {progress.seconds / 60:.1f} min · {note}")
@@ -486,6 +509,12 @@ def _load(target: str, draft: str, dtype: str | None, device: str | None) -> "Mo
     return model
 
 
+def _piped(data: bytes) -> str:
+    """A piped prompt; the line end that `echo` adds is not part of it."""
+    text = _decoded(data)
+    return text.removesuffix("\n").removesuffix("\r")
+
+
 def _decoded(data: bytes) -> str:
     try:
         return data.decode("utf-8")
@@ -495,7 +524,7 @@ def _decoded(data: bytes) -> str:
 
 def _check_writable(path: Path) -> None:
     """UserError now rather than after the work."""
-    require(not path.is_dir(), f"{path} is a folder; give a file")
+    require(not path.exists() or path.is_file(), f"{path} exists and is no file; give a file, or '-' for stdout")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -504,7 +533,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(json.dumps(value), flush=True)  # in ASCII: stdout may be in any encoding
 
 
 def _note(text: str) -> None:
@@ -523,6 +552,8 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `aquiline`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a reply may hold what the terminal's encoding lacks
     with warnings.catch_warnings():
         warnings.simplefilter("always", AquilineWarning)
         warnings.showwarning = lambda message, *_, **__: _note(f"warning: {' '.join(str(message).split())}")
@@ -531,6 +562,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             code = command.main(arguments, prog_name="aquiline", standalone_mode=False)
         except UserError as error:
             _note(f"error: {' '.join(str(error).split())}")
+            code = 2
+        except OSError as error:
+            _note(f"error: {error.filename or 'output'}: {error.strerror or error}")
             code = 2
         except _UsageError as error:
             where = error.ctx.command_path if error.ctx else "aquiline"

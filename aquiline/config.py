@@ -169,8 +169,8 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.depth >= 1 and self.top_k >= 1 and self.num_nodes >= 1,
-            f"tree {self} must have depth, top-k and nodes of at least 1",
+            all(isinstance(n, int) and 1 <= n <= 4096 for n in (self.depth, self.top_k, self.num_nodes)),
+            f"tree {self} must have a depth, top-k and nodes that are whole numbers from 1 to 4096",
         )
 
     def __str__(self) -> str:
@@ -185,7 +185,7 @@ class TreeConfig:
         """Read DEPTH:TOPK:NODES; UserError on anything else."""
         parts = text.split(":")
         require(
-            len(parts) == 3 and all(p.isdecimal() for p in parts),
+            len(parts) == 3 and all(p.isdecimal() and len(p) < 8 for p in parts),
             f"tree {text!r} is not DEPTH:TOPK:NODES; for example 6:8:60, or 4:1:4 for a chain of four",
         )
         return TreeConfig(*(int(p) for p in parts))
@@ -218,6 +218,13 @@ class SamplingConfig:
 
         number("temperature", 0.0, 100.0)
         number("top_k", 0, 2**31)
+        for name in ("top_k", "seed"):
+            require(isinstance(getattr(self, name), int), f"{name} {getattr(self, name)!r} must be a whole number")
+        pairs = self.logit_bias if isinstance(self.logit_bias, tuple) else None
+        require(
+            pairs is not None and all(isinstance(p, tuple) and len(p) == 2 for p in pairs),
+            f"logit_bias {self.logit_bias!r} must be a tuple of (token id, bias) pairs",
+        )
         number("top_p", 0.0, 1.0, above=True)
         number("min_p", 0.0, 1.0)
         number("repetition_penalty", 0.0, 100.0, above=True)
@@ -262,7 +269,7 @@ class TrainConfig:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                require(value >= 0, f"{f.name} {value} must not be negative")
+                require(math.isfinite(value) and value >= 0, f"{f.name} {value} must be a number, not negative")
         for name in ("ttt_steps", "batch_tokens", "max_length", "draft_vocab_size", "eval_every", "save_every"):
             require(getattr(self, name) >= 1, f"{name} {getattr(self, name)} must be at least 1")
 
@@ -276,7 +283,10 @@ class Limits:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 0, f"max_new_tokens {self.max_new_tokens} must not be negative")
+        require(
+            isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 0,
+            f"max_new_tokens {self.max_new_tokens!r} must be a whole number, not negative",
+        )
         require(all(self.stop_strings), "a stop string is empty; leave it out or give at least one character")
 
 

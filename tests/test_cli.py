@@ -433,3 +433,25 @@ def test_the_module_runs(folders):  # noqa: F811
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == RESULT_KEYS
+
+
+def test_eval_does_not_overwrite_its_prompts(tmp_path, capsys):
+    prompts = tmp_path / "a.jsonl"
+    prompts.write_text('{"turns": ["hi"]}\n')
+    before = prompts.read_bytes()
+    for arguments in (["--json", str(prompts), str(prompts)], ["--json", str(tmp_path / "b.jsonl"), str(prompts)]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["eval", *arguments])
+        assert ended.value.code == 2
+        assert "error:" in capsys.readouterr().err
+    assert prompts.read_bytes() == before
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+def test_export_target_writes_into_no_folder_that_holds_something(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export-target", "default", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "not empty" in capsys.readouterr().err
+    assert (tmp_path / "model.safetensors").read_text() == "mine"

@@ -161,11 +161,15 @@ class Engine:
         return list(dict.fromkeys(touched))
 
     def run(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Submit requests and step until all have ended."""
-        for request in requests:
-            self.submit(request)
-        while any(r.finish_reason is None for r in requests):
-            self.step()
+        """Submit requests and step until all have ended. Left by an exception, none of them stays behind."""
+        try:
+            for request in requests:
+                self.submit(request)
+            while any(r.finish_reason is None for r in requests):
+                self.step()
+        finally:
+            for request in requests:
+                self.cancel(request)
         return requests
 
     def stream(self, request: Request, after: Request | None = None) -> Iterator[list[tuple[int, int]]]:
