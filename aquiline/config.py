@@ -1,7 +1,7 @@
 """Every setting: small frozen dataclasses, checked where they are made, and `UserError`, the error a user can mend.
 
 A setting has one home, here; the command line takes its defaults from these classes. Nothing here knows about files
-or other projects' names: `files/formats.py` translates a `config.json` into these classes, once, at the edge.
+or other projects' names: `files/target_formats.py` and `files/draft_formats.py` translate a `config.json`, at the edge.
 """
 
 import dataclasses
@@ -55,6 +55,15 @@ class RopeConfig:
             require(getattr(self, key) is not None, f"rope_type {self.rope_type!r} needs {key!r}, which is missing")
 
 
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    require(
+        num_heads % num_kv_heads == 0,
+        f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
+    )
+    # The rotary embedding turns pairs, and its frequencies are computed before a weight's shape could contradict.
+    require(head_dim % 2 == 0 and 0 < head_dim <= 2**16, f"head_dim {head_dim} must be even, and at most 65536")
+
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -83,10 +92,7 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         require(self.family in FAMILIES, f"unknown model family {self.family!r}; supported: {', '.join(FAMILIES)}")
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
-        )
+        _check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
 def default_capture_after(num_layers: int) -> tuple[int, int, int]:
@@ -139,6 +145,7 @@ class DraftConfig:
     own_embedding: bool = False  # keeps its own embedding; otherwise the target's is used
 
     def __post_init__(self) -> None:
+        _check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
         require(
             0 < self.draft_vocab_size <= self.vocab_size,
             f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the target's vocabulary {self.vocab_size}",
@@ -243,7 +250,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run. Lengths are in tokens, learning rates per step; `steps` counts optimiser updates."""
+    """A training run. Lengths are in tokens, learning rates per update."""
 
     optimizer: str = "muon"  # muon (matrices; AdamW for the rest) or adamw
     learning_rate: float = 3e-3  # of Muon's matrices; with adamw, of everything

@@ -59,13 +59,14 @@ def test_store_returns_what_was_computed_in_any_order_and_after_reopening(tmp_pa
         assert torch.equal(got.last_TD, want.last_TD.bfloat16().float())
 
 
-@pytest.mark.parametrize("change", ["weights", "documents", "capture"])
+@pytest.mark.parametrize("change", ["weights", "documents", "capture", "dtype"])
 def test_a_folder_of_something_else_is_refused(tmp_path, change):
     target = tiny_target()
     docs = [document(8, 0), document(9, 1)]
     FeatureStore(tmp_path / "f", target, docs, "w").get([0])
     fingerprint = "other" if change == "weights" else "w"
     target = tiny_target(capture_after=(0, 3, 4)) if change == "capture" else target
+    target = target.to(torch.bfloat16) if change == "dtype" else target
     docs = docs[:1] if change == "documents" else docs
     with pytest.raises(UserError, match="something else"):
         FeatureStore(tmp_path / "f", target, docs, fingerprint)
@@ -81,6 +82,32 @@ def test_rows_of_other_tokens_are_noticed(tmp_path):
         store.get([0])
 
 
+@pytest.mark.parametrize("column", ["aux", "ids", "present"])
+def test_columns_that_are_lost_or_cut_are_noticed(tmp_path, column):
+    target, docs = tiny_target(), [document(8, 0)]
+    path = tmp_path / "f" / f"{column}.bin"
+    FeatureStore(tmp_path / "f", target, docs, "w").get([0])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"{column}.bin is .* bytes long"):
+        FeatureStore(tmp_path / "f", target, docs, "w")
+    path.unlink()
+    with pytest.raises(UserError, match=f"{column}.bin is missing"):
+        FeatureStore(tmp_path / "f", target, docs, "w")
+    (tmp_path / "f" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json: not JSON"):
+        FeatureStore(tmp_path / "f", target, docs, "w")
+    (tmp_path / "f" / "manifest.json").unlink()  # begun again: nothing counts as present
+    assert FeatureStore(tmp_path / "f", target, docs, "w").arrays["present"].tolist() == [0]
+
+
+def test_a_document_is_present_only_after_its_columns_reached_the_disk(tmp_path, monkeypatch):
+    store = FeatureStore(tmp_path / "f", tiny_target(), [document(8, 0)], "w")
+    monkeypatch.setattr("numpy.memmap.flush", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        store.get([0])
+    assert store.arrays["present"].tolist() == [0]
+
+
 def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     target = tiny_target()
     docs = [document(8, 0)]
@@ -90,7 +117,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path, monkey
     assert not list((tmp_path / "f").iterdir())
 
 
-def test_manifest_is_there_before_the_features(tmp_path):
+def test_manifest_and_columns_are_there_before_the_features(tmp_path):
     FeatureStore(tmp_path / "f", tiny_target(), [document(8, 0)], "w")
     manifest = json.loads((tmp_path / "f" / "manifest.json").read_text())
     assert manifest["tokens"] == 8
@@ -120,4 +147,6 @@ def test_held_out_documents_are_greedy_disjoint_and_stable():
 def test_counts_are_of_supervised_tokens_only():
     d = Document(torch.tensor([1, 2, 3, 3]).int(), torch.tensor([False, False, True, True]), True, "", "")
     assert token_counts([d], 5).tolist() == [0, 0, 0, 2, 0]
-    assert d.reply == (2, 4)
+    assert d.replies == [(2, 4)]
+    flags = torch.tensor([True, False, True, True, False, True])
+    assert Document(torch.arange(6).int(), flags, True, "", "").replies == [(0, 1), (2, 4), (5, 6)]

@@ -9,6 +9,7 @@ import torch
 from aquiline.config import TrainConfig, UserError
 from aquiline.data.dataset import fingerprint, hold_out
 from aquiline.data.features import FeatureStore, compute
+from aquiline.train import loop
 from aquiline.train.loop import Float32Muon, Trainer, _orthogonal, init_draft, make_optimizers, schedule
 from tests.conftest import tiny_draft, tiny_target
 from tests.test_features import document
@@ -50,13 +51,14 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path, optimizer):
     assert trainer(tmp_path / "a", config).run()  # nothing left to do
 
 
-def test_the_best_head_by_the_walk_is_the_one_written(tmp_path):
+def test_the_best_head_by_the_walk_is_the_one_written(tmp_path, monkeypatch):
+    taus = [1.2, 1.5, 1.3, 1.5]
+    made = iter(taus)
+    monkeypatch.setattr(loop, "evaluate", lambda *a: loop.Evaluation([], [], next(made), []))
     saved: list = []
-    t = trainer(tmp_path, saved=saved)
-    t.run()
-    taus = [tau for _, tau in saved]
-    assert taus == sorted(taus)
-    assert saved
+    trainer(tmp_path, dataclasses.replace(CONFIG, eval_every=3), saved=saved).run()
+    assert [tau for _, tau in saved] == [1.2, 1.5, 1.5]
+    assert [step for step, _ in saved][:2] == [3, 6]
 
 
 def test_other_settings_or_data_do_not_resume(tmp_path):
@@ -69,6 +71,15 @@ def test_other_settings_or_data_do_not_resume(tmp_path):
     other.record["documents"] = "something else"
     with pytest.raises(UserError, match="training data"):
         other.run()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", None])
+def test_a_damaged_state_is_the_users_to_delete(tmp_path, content):
+    torch.save({"state": 1}, tmp_path / "state.pt")
+    if content is not None:
+        (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(UserError, match=f"state.pt .*Delete {tmp_path}"):
+        trainer(tmp_path).run()
 
 
 def test_a_kill_during_saving_leaves_the_old_state(tmp_path, monkeypatch):
@@ -147,6 +158,6 @@ def test_every_captured_layer_starts_with_the_same_weight():
     features.aux_TA[0, 70] = 1e5  # a massive activation must not rule the scale
     init_draft(draft, target, features, 0)
     for part, x in zip(draft.fc.weight.chunk(3, 1), features.aux_TA.chunk(3, 1), strict=True):
-        size = float((x @ part.t()).pow(2).mean(-1).sqrt().median())
+        size = float((x @ part.detach().t()).pow(2).mean(-1).sqrt().median())
         assert 0.4 < size < 0.8  # three layers of this size add up to about one
     assert torch.equal(draft.lm_head.weight, target.head_weight[draft.vocab.target_ids_W])

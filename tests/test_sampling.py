@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 from aquiline.config import SamplingConfig, UserError
-from aquiline.decode.sampling import Sampler, _mix64, draw, logprobs, uniform
+from aquiline.decode.sampling import Sampler, _mix64, draw, uniform
 
 
 def chi_square(counts: Sequence[int], expected: Sequence[float]) -> float:
@@ -238,11 +238,3 @@ def test_first_token_over_many_seeds_follows_the_distribution() -> None:
     logits_V = torch.tensor(expected).log()
     counts = Counter(Sampler(SamplingConfig(temperature=1.0, seed=s), [], 4).choose(logits_V, 9) for s in range(6000))
     assert chi_square([counts[t] for t in range(4)], [6000 * e for e in expected]) < CRITICAL[3]
-
-
-def test_logprobs_are_those_of_the_raw_logits() -> None:
-    logits_NV = 5 * torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
-    tokens = [3, 0, 39, 7, 7, 1]
-    expected = logits_NV.log_softmax(-1)[range(6), tokens]
-    torch.testing.assert_close(torch.tensor(logprobs(logits_NV, tokens)), expected)
-    assert logprobs(logits_NV[:0], []) == []

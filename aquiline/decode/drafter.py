@@ -155,7 +155,8 @@ class NgramDrafter:
 
     reads_aux = False
 
-    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+    def __init__(self, device: torch.device | str = "cpu", longest: int = 4, shortest: int = 2) -> None:
+        self._device = device
         self._sizes = range(longest, shortest - 1, -1)
 
     def draft(self, rows: Sequence[Row]) -> list[Tree]:
@@ -163,7 +164,7 @@ class NgramDrafter:
 
     def _lookup(self, known: list[int], config: TreeConfig | None) -> Tree:
         if config is None:
-            return Tree.empty()
+            return Tree.empty(self._device)
         paths: list[list[int]] = []
         text = torch.tensor(known)
         for size in self._sizes:
@@ -176,8 +177,8 @@ class NgramDrafter:
                 if path and all(path[: len(p)] != p for p in paths):
                     paths.append(path)
                 if len(paths) == config.top_k:
-                    return Tree.from_paths(paths, config.num_nodes)
-        return Tree.from_paths(paths, config.num_nodes)
+                    return Tree.from_paths(paths, config.num_nodes, self._device)
+        return Tree.from_paths(paths, config.num_nodes, self._device)
 
     def move(self, source: int, destination: int) -> None:
         pass

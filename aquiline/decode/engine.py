@@ -62,9 +62,7 @@ class Request:
     origins: list[int] = field(default_factory=list)  # per output token: OWN, or the depth it was drafted at
     finish_reason: str | None = None
     cycle_lengths: list[int] = field(default_factory=list)  # tokens emitted by each speculative cycle
-    tried: list[int] = field(
-        default_factory=list
-    )  # [n]: cycles whose tree reached depth n+1 below an accepted path of n
+    tried: list[int] = field(default_factory=list)  # [n]: cycles that accepted n, in trees deeper than n
     accepted: list[int] = field(default_factory=list)  # [n]: cycles that accepted at least n+1 drafted tokens
     drafted_nodes: int = 0
     submitted_at: float = 0.0
@@ -83,6 +81,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.matcher is None:
+            require(not self.limits.stop_strings, "stop strings need a matcher that reads text, such as Chat's")
             self.matcher = StopIds(self.limits.stop_ids)
 
 
@@ -105,7 +104,7 @@ class Engine:
             self.drafter = EagleDrafter(draft, target.embed, max_batch, self.context)
         elif isinstance(draft, str):
             require(draft == "ngram", f"draft {draft!r} is not known to the engine; give a head or 'ngram'")
-            self.drafter = NgramDrafter()
+            self.drafter = NgramDrafter(target.device)
         else:
             self.drafter = draft
         self._waiting: deque[tuple[Request, Request | None]] = deque()
@@ -125,10 +124,12 @@ class Engine:
         require(len(request.prompt_ids) > 0, "the prompt is empty: give at least one token")
         bad = [i for i in request.prompt_ids if not 0 <= i < vocab_size]
         require(not bad, f"prompt token {bad[0] if bad else 0} is outside the target's vocabulary of {vocab_size}")
+        Sampler(request.sampling, (), vocab_size)  # what is wrong with it is refused here, not in somebody's step
         request.submitted_at = time.perf_counter()
         self._waiting.append((request, after))
         return request
 
+    @torch.inference_mode()
     def cancel(self, request: Request) -> None:
         """End a request where it stands and free its slot; nothing happens when it has ended already."""
         for i, (waiting, _) in enumerate(self._waiting):
@@ -148,7 +149,20 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Admit what fits, run one cycle, retire what has ended. Returns the requests that gained tokens or ended."""
+        """Admit what fits, run one cycle, retire what has ended. Returns the requests that gained tokens or ended.
+
+        Left by an exception, it has cancelled all that ran: a row may stand between two states.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            for request, row in self._running:
+                if request.finish_reason is None:
+                    self._finish(request, row, "cancelled")
+            self._remove([request for request, _ in self._running])
+            raise
+
+    def _step(self) -> list[Request]:
         touched = self._admit()
         self._remove([r for r, _ in self._running if r.finish_reason is not None])  # by their first token
         if self._running:
@@ -199,7 +213,11 @@ class Engine:
                 self.release(next(iter(self._held.values()))[0])  # only a cache: what needs it is computed again
             self._waiting.popleft()
             touched.append(request)
-            self._start(request, before[1] if before is not None else None)
+            try:
+                self._start(request, before[1] if before is not None else None)
+            except BaseException:
+                request.finish_reason = request.finish_reason or "cancelled"
+                raise
         return touched
 
     def _start(self, request: Request, before: Row | None) -> None:
@@ -214,7 +232,7 @@ class Engine:
         sampler = Sampler(request.sampling, prompt, self.target.config.vocab_size, self.target.device)
         tree = request.tree if self.drafter is not None else None
         row = Row(slot, prompt, sampler, tree, min(request.limits.max_new_tokens, self.context - len(prompt)))
-        self._truncate(slot, self._reusable(before, prompt))
+        self._truncate(slot, self._reusable(before, prompt, tree))
         request.reused_tokens = self.cache.lengths[slot]
         first = prefill(self.target, self.cache, row, reads_aux=self.drafter is not None and self.drafter.reads_aux)
         request.first_token_at = time.perf_counter()
@@ -222,7 +240,7 @@ class Engine:
         self._running.append((request, row))
         self._emit(request, row, [first], [OWN])
 
-    def _reusable(self, before: Row | None, prompt: list[int]) -> int:
+    def _reusable(self, before: Row | None, prompt: list[int], tree: TreeConfig | None) -> int:
         """Of L shared tokens, L-1 rows: draft row L-1 pairs the last shared feature with the first token that differs.
 
         Running that one token again also brings back its aux, so nothing has to be stored for it.
@@ -235,7 +253,7 @@ class Engine:
                 break
             shared += 1
         have = self.cache.lengths[before.slot]
-        if self.drafter is not None:
+        if self.drafter is not None and tree is not None:
             have = min(have, self.drafter.length(before.slot))
         return max(0, min(shared - 1, len(prompt) - 1, have))
 

@@ -2,7 +2,7 @@
 
 The same code chooses the tokens of plain decoding and of every node that verification visits. The uniform depends only
 on the request's seed and the token's absolute position, so text at a seed is the same with and without a draft,
-whatever the tree or the batch.
+whatever the tree or the batch, but for tokens that tie within rounding at the border of a top-k or top-p.
 
 Letters: V target vocabulary, N rows of a pass.
 """
@@ -165,10 +165,3 @@ def _dense_bias(logit_bias: Sequence[tuple[int, float]], vocab_size: int) -> Ten
         bias_V[token] += bias if bias > BAN else -torch.inf
     require(bool((bias_V > -torch.inf).any()), "logit_bias bans every token of the vocabulary; leave at least one")
     return bias_V
-
-
-def logprobs(logits_NV: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Log-probability of token i under the raw target logits of row i, before any transform."""
-    logits_NV = logits_NV.float()
-    ids_N1 = torch.tensor(list(tokens), dtype=torch.int64, device=logits_NV.device)[:, None]
-    return (logits_NV.gather(1, ids_N1)[:, 0] - logits_NV.logsumexp(dim=1)).tolist()

@@ -69,17 +69,16 @@ def speculative_step(target: Target, cache: KVCache, drafter: Drafter | None, ro
     return [Outcome(tree, verdict) for tree, verdict in zip(trees, verdicts, strict=True)]
 
 
-def plain_step(target: Target, cache: KVCache, rows: Sequence[Row]) -> list[Outcome]:
-    """One token per row, without a draft."""
-    return speculative_step(target, cache, None, rows)
-
-
 def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], out: PassOutput) -> list[Verdict]:
     logits_BNV = target.logits(out.last_BND)
-    if all(row.sampler.plain_greedy for row in rows):
-        best = logits_BNV.argmax(-1).tolist()  # the one copy to the host; of equals the lowest id
-        return [verify(t, r.sampler, len(r.known), argmax_N=ids) for t, r, ids in zip(trees, rows, best, strict=True)]
-    return [_verify(row, tree, logits_NV) for row, tree, logits_NV in zip(rows, trees, logits_BNV, strict=True)]
+    greedy = any(row.sampler.plain_greedy for row in rows)
+    best_BN = logits_BNV.argmax(-1).tolist() if greedy else [[]] * len(rows)  # of equals the lowest id
+    return [
+        verify(tree, row.sampler, len(row.known), argmax_N=best_N)
+        if row.sampler.plain_greedy
+        else _verify(row, tree, logits_NV)
+        for row, tree, best_N, logits_NV in zip(rows, trees, best_BN, logits_BNV, strict=True)
+    ]
 
 
 def _verify(row: Row, tree: Tree, logits_NV: Tensor) -> Verdict:

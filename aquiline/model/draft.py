@@ -131,7 +131,7 @@ class Draft(nn.Module):
         """One pass. `tree_keys_values` `[1, B, G, M-N, E]` are the keys and values of nodes drafted earlier in this
         cycle; they are never in the cache, and `mask_BNM` speaks of them first, then of the pass's own tokens.
         """
-        context = Context.make(mask_BNM, embeds_BNH.shape[1], cache, slots, embeds_BNH.device)
+        context = Context.make(mask_BNM, embeds_BNH.shape[1], cache, slots, embeds_BNH.device, self.dtype)
         x, residual = self.midlayer.inputs(embeds_BNH, g_BNH)
         cos, sin = self.rotary(positions_BN, x.dtype)
         q, k, v = self.midlayer.self_attn.queries_keys_values(x, cos, sin)

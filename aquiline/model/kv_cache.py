@@ -60,6 +60,9 @@ class KVCache:
     def truncate(self, slot: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""
         assert 0 <= length <= self.lengths[slot]
+        # Cleared, for a pass over longer rows reads them masked, and should one be NaN, 0 * NaN is NaN.
+        self.keys_LRGSE[:, slot, :, length : self.lengths[slot]] = 0
+        self.values_LRGSE[:, slot, :, length : self.lengths[slot]] = 0
         self.lengths[slot] = length
 
     def move(self, source: int, destination: int) -> None:
@@ -67,7 +70,8 @@ class KVCache:
         n = self.lengths[source]
         self.keys_LRGSE[:, destination, :, :n] = self.keys_LRGSE[:, source, :, :n]
         self.values_LRGSE[:, destination, :, :n] = self.values_LRGSE[:, source, :, :n]
-        self.lengths[destination], self.lengths[source] = n, 0
+        self.lengths[destination] = n
+        self.truncate(source, 0)
 
     def read(self, slots: list[int]) -> tuple[Tensor, Tensor]:
         """Keys and values `[L, B, G, S, E]` of the rows, S the longest of them; a view when the slots are adjacent."""

@@ -6,7 +6,9 @@ H heads, G kv heads, E head width, D width.
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from aquiline.model.kv_cache import KVCache
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight`, in float32 inside, rounded to x's dtype before the weight (as Transformers does)."""
+    """`x / rms(x) * weight`, in float32 inside, rounded to the weight's dtype before it (as Transformers does)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -77,6 +79,11 @@ class Rotary(nn.Module):
         inv_freq, self.scale = rope_frequencies(rope, head_dim, max_positions)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Rotary":
+        """Moves with the model, but stays float32: rounded to bf16, frequencies are radians off at a few thousand."""
+        self.inv_freq = self.inv_freq.to(fn(self.inv_freq.clone()).device)
+        return self
+
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions `[...]` to cos and sin `[..., 1, E]` (the 1 is for the heads)."""
         angle = positions.unsqueeze(-1).float() * self.inv_freq.float()
@@ -95,42 +102,46 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Context:
     """What the tokens of a pass may attend to besides themselves, prepared once per pass for all layers.
 
-    `bias_BNM` is additive (0 or -inf) over [cached slots, own tokens]; None means everything is visible.
+    The biases are additive, 0 or -inf: of the pass's own tokens by its mask, of cached slots where a row is shorter
+    than the longest. None means everything is visible.
     """
 
-    past_keys_LBGSE: Tensor | None
-    past_values_LBGSE: Tensor | None
-    bias_BNM: Tensor | None
+    past_keys_LBGSE: Tensor | None = None
+    past_values_LBGSE: Tensor | None = None
+    own_bias_BNM: Tensor | None = None
+    past_bias_B11S: Tensor | None = None
     causal: bool = False  # no cache and no explicit mask: the fused causal kernel
     documents: list[int] | None = None  # first token of each packed document, and the end: each sees only itself
 
     @staticmethod
     def make(
-        mask_BNM: Tensor | None, num_tokens: int, cache: KVCache | None, slots: list[int] | None, device: torch.device
+        mask_BNM: Tensor | None,
+        num_tokens: int,
+        cache: KVCache | None,
+        slots: list[int] | None,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> "Context":
         """`mask_BNM` is True where token n may see own token m; None is causal. A row's kept tokens are visible."""
         lengths = [cache.lengths[s] for s in slots] if cache is not None and slots is not None else [0]
         longest = max(lengths)
         if longest == 0 and mask_BNM is None:
-            return Context(None, None, None, causal=True)
+            return Context(causal=True)
         if mask_BNM is None:
             mask_BNM = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
-        ragged = min(lengths) < longest
-        bias = None
-        if ragged or num_tokens > 1 or mask_BNM.shape[2] > 1:
-            own = torch.zeros(mask_BNM.shape, device=device).masked_fill_(~mask_BNM, -torch.inf)
-            past = torch.zeros(1, 1, longest, device=device)
-            if ragged:
+        context = Context()
+        if mask_BNM.shape[1:] != (1, 1):
+            own = torch.zeros(mask_BNM.shape, dtype=dtype, device=device)
+            context.own_bias_BNM = own.masked_fill_(~mask_BNM, -torch.inf)
+        if longest > 0:
+            assert cache is not None
+            assert slots is not None
+            context.past_keys_LBGSE, context.past_values_LBGSE = cache.read(slots)
+            if min(lengths) < longest:
                 hidden = torch.arange(longest, device=device) >= torch.tensor(lengths, device=device)[:, None]
-                past = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)[:, None]
-            rows = max(own.shape[0], past.shape[0])
-            bias = torch.cat((past.expand(rows, own.shape[1], -1), own.expand(rows, -1, -1)), dim=2)
-        if longest == 0:
-            return Context(None, None, bias)
-        assert cache is not None
-        assert slots is not None
-        keys, values = cache.read(slots)
-        return Context(keys, values, bias)
+                past = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+                context.past_bias_B11S = past[:, None, None]
+        return context
 
     def attend(self, layer: int, q_BNHE: Tensor, k_BGME: Tensor, v_BGME: Tensor) -> Tensor:
         """Attention output `[B, N, H*E]` of one layer.
@@ -150,13 +161,16 @@ class Context:
         # Query heads of one kv head are neighbours: [B, N, G, H/G, E] -> [B, G, H/G * N, E].
         q = (q_BNHE * (E**-0.5)).view(B, N, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(B, G, -1, E)
         scores = q @ k_BGME.transpose(-1, -2)
+        if self.own_bias_BNM is not None:
+            scores = (scores.view(B, G, H // G, N, -1) + self.own_bias_BNM[:, None, None]).view_as(scores)
         past = 0
         if self.past_keys_LBGSE is not None:
             past_keys = self.past_keys_LBGSE[layer]
             past = past_keys.shape[2]
-            scores = torch.cat((q @ past_keys.transpose(-1, -2), scores), dim=-1)
-        if self.bias_BNM is not None:
-            scores = (scores.view(B, G, H // G, N, -1) + self.bias_BNM[:, None, None].to(scores.dtype)).view_as(scores)
+            past_scores = q @ past_keys.transpose(-1, -2)
+            if self.past_bias_B11S is not None:
+                past_scores = past_scores + self.past_bias_B11S
+            scores = torch.cat((past_scores, scores), dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v_BGME.dtype)
         out = weights[..., past:] @ v_BGME
         if self.past_values_LBGSE is not None:

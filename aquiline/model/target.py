@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aquiline.config import TargetConfig, check_capture_after
 from aquiline.model.backend import PackedLinear
 from aquiline.model.kv_cache import KVCache
-from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, pack
+from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Target(nn.Module):
         of a row's slot is visible. Rows shorter than N are padded by the caller; a padded token must see itself.
         `documents` (first token of each, and the end) packs several into one row of a causal pass without a cache.
         """
-        context = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device)
+        context = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
         assert documents is None or context.causal
         context.documents = documents
         x = self.embed(ids_BN)
@@ -127,7 +127,7 @@ class Target(nn.Module):
         """Pack the weights for decoding and free the separate ones; the state dict is gone afterwards."""
         self._head = PackedLinear([self.head_weight.float()], [None])
         if self.lm_head is not None:  # a tied one is the embedding, which must stay readable row by row
-            pack(self.lm_head)
+            self.lm_head.weight = nn.Parameter(self.lm_head.weight.new_empty(0), requires_grad=False)
         for layer in self.model.layers:
             assert isinstance(layer, TargetLayer)
             layer.self_attn.pack()

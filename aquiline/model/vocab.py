@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aquiline.config import UserError, require
+from aquiline.config import AquilineWarning, UserError, require
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,6 @@ class VocabMap:
         return VocabMap(ids, back)
 
     @staticmethod
-    def identity(vocab_size: int) -> "VocabMap":
-        """The full vocabulary."""
-        return VocabMap.of(torch.arange(vocab_size), vocab_size)
-
-    @staticmethod
     def build(counts_V: Tensor, draft_vocab_size: int, always: tuple[int, ...] = ()) -> "VocabMap":
         """The most frequent tokens of the supervised text (ids ascending), `always` (end-of-turn ids) included.
 
@@ -61,6 +56,7 @@ class VocabMap:
             warnings.warn(
                 f"the data has {seen} distinct tokens; "
                 f"the draft vocabulary of {draft_vocab_size} is filled up with low ids",
+                AquilineWarning,
                 stacklevel=2,
             )
         # Stable: among equal counts (unseen tokens are all 0) the lower id comes first.

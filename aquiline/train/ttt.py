@@ -11,6 +11,8 @@ Documents are packed one behind the other; nothing crosses a document's end. Row
 Supervised is a row whose x_{t+2+k} was written by this target in the same document. A row that no later step
 supervises is not run at step k at all: nobody reads its later keys.
 
+Runs on the CPU: the fused attention it builds on is the CPU's.
+
 Shapes: T tokens of the pack, R rows of a step, K steps, D target width, A width of aux, H draft width, h query heads,
 G kv heads, E head width, W draft vocabulary, P teacher positions.
 Source: EAGLE-3 (arXiv 2503.01840), section 3.2.
@@ -190,21 +192,29 @@ def _own(q_RhE: Tensor, k_RGE: Tensor, scale: float) -> Tensor:
 
 
 class HeadLoss(torch.autograd.Function):
-    """`lm_head` and the soft cross-entropy against the teacher in one go, a few rows at a time.
+    """`lm_head` and the soft cross-entropy against the teacher in one go, a few rows at a time, for all steps at once.
 
-    The loss is a plain sum over rows, so its gradient is known in the forward already: logits are never kept, and
-    neither the memory nor the backward grows with the vocabulary times the steps.
+    The loss is a weighted sum over rows, so its gradient is known in the forward already: logits are never kept, and
+    the memory does not grow with the vocabulary times the rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_RH: Tensor, weight_WH: Tensor, probs_PW: Tensor, teacher_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`teacher_R`: the row of `probs_PW` that teaches each row. Returns (summed loss, draft's arg-max `[R]`)."""
-        train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        ctx: Any,
+        hidden_RH: Tensor,
+        weight_WH: Tensor,
+        probs_PW: Tensor,
+        teacher_R: Tensor,
+        share_R: Tensor,
+        train: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`teacher_R`: the row of `probs_PW` that teaches each row; `share_R`: what each row weighs.
+
+        Returns (weighted sum, loss of each row `[R]`, the draft's arg-max `[R]`); only the first has a gradient.
+        """
         d_hidden = torch.zeros_like(hidden_RH) if train else None
         d_weight = torch.zeros_like(weight_WH) if train else None
-        total = torch.zeros((), dtype=torch.float64)
+        losses = torch.empty(len(hidden_RH), dtype=torch.float32, device=hidden_RH.device)
         best = torch.empty(len(hidden_RH), dtype=torch.long, device=hidden_RH.device)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden_RH.dtype
         weight = weight_WH.to(dtype)
@@ -217,19 +227,22 @@ class HeadLoss(torch.autograd.Function):
             q = torch.softmax(logits, dim=-1)
             # log-sum-exp from the arg-max's own probability: one pass over the vocabulary less.
             logsumexp = highest - q.gather(1, best[rows, None]).squeeze(1).log()
-            total += logsumexp.sum().double() - (probs * logits).sum().double()
+            losses[rows] = logsumexp - (probs * logits).sum(-1)
             if d_hidden is not None and d_weight is not None:
-                d_logits = q.sub_(probs).to(dtype)
+                d_logits = q.sub_(probs).mul_(share_R[rows, None]).to(dtype)
                 d_hidden[rows] = (d_logits @ weight).to(d_hidden.dtype)
-                d_weight += (d_logits.t() @ hidden).to(d_weight.dtype)
+                if dtype == d_weight.dtype:
+                    d_weight.addmm_(d_logits.t(), hidden)
+                else:
+                    d_weight += (d_logits.t() @ hidden).to(d_weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight)
-        ctx.mark_non_differentiable(best)
-        return total.float(), best
+        ctx.mark_non_differentiable(losses, best)
+        return (losses.double() * share_R).sum().float(), losses, best
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grad_outputs[0], d_weight * grad_outputs[0], None, None
+        return d_hidden * grad_outputs[0], d_weight * grad_outputs[0], None, None, None, None
 
 
 def unroll(
@@ -258,44 +271,44 @@ def unroll(
     x_T, residual_T = draft.midlayer.inputs(pack.embeds_TH[torch.arange(1, T + 1).clamp(max=T - 1)], g_TH)
     cos, sin = draft.rotary(plan.position_T, x_T.dtype)
     k_TGE, v_TGE = attention.keys_values(x_T, cos, sin)
+    k_TGE = k_TGE.to(v_TGE.dtype)  # under autocast the rotation and the head norms leave float32
     rows = plan.active[0]
     x, residual = x_T[rows], residual_T[rows]
     q = attention.queries(x, cos[rows], sin[rows])
-    feature = g_TH[rows]
+    feature = g_TH
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    loss = g_TH.new_zeros((), dtype=torch.float32)
+    hiddens: list[Tensor] = []
+    scored_rows: list[Tensor] = []
     for k in range(steps):
         rows = plan.active[k]
-        if len(rows) == 0:
-            stats.loss.append(0.0)
-            stats.accuracy.append(0.0)
-            stats.rows.append(0)
-            continue
         if k > 0:
-            kept = _inside(plan, k - 1, k)
-            x, residual = draft.midlayer.inputs(pack.embeds_TH[rows + 1 + k], feature[kept])
+            x, residual = draft.midlayer.inputs(pack.embeds_TH[rows + 1 + k], feature[_inside(plan, k - 1, k)])
             cos, sin = draft.rotary(plan.position_T[rows] + k, x.dtype)
             q, key, value = attention.queries_keys_values(x, cos, sin)
-            keys.append(key)
+            keys.append(key.to(value.dtype))
             values.append(value)
-        attended = UnrollAttention.apply(q, k_TGE, v_TGE, plan, k, *keys, *values)
+        attended = UnrollAttention.apply(q.to(v_TGE.dtype), k_TGE, v_TGE, plan, k, *keys, *values)
         feature, hidden = draft.outputs(draft.midlayer.finish(residual, attended.flatten(1)))
-
         supervised = plan.valid_KT[k, rows]
-        position = rows + 1 + k  # of the teacher
-        scored = supervised & ~outside_T[position] if skip_outside else supervised
-        total, best = HeadLoss.apply(hidden[scored], draft.lm_head.weight, probs_PW, teacher_T[position[scored]])
-        mean = total / max(int(scored.sum()), 1)
-        loss = loss + decay**k * mean
-        proposed = draft.vocab.target_ids_W[best]
-        teacher_id = pack.argmax_T[position[scored]]
-        stats.loss.append(float(mean.detach()))
-        stats.rows.append(int(supervised.sum()))
-        stats.accuracy.append(float((proposed == teacher_id).sum()) / max(int(supervised.sum()), 1))
-        stored = pack.ids_T[(position + 1).clamp(max=T - 1)]
-        stats.right_KT[k, rows[scored]] = proposed == stored[scored]
-        stats.counted_KT[k, rows] = supervised & (pack.argmax_T[position] == stored)
+        scored = supervised & ~outside_T[rows + 1 + k] if skip_outside else supervised
+        hiddens.append(hidden[scored])
+        scored_rows.append(rows[scored])
+
+    counts = [len(rows) for rows in scored_rows]
+    teachers = torch.cat([teacher_T[rows + 1 + k] for k, rows in enumerate(scored_rows)])
+    shares = torch.cat([torch.full((n,), decay**k / max(n, 1)) for k, n in enumerate(counts)])
+    loss, losses, best = HeadLoss.apply(
+        torch.cat(hiddens), draft.lm_head.weight, probs_PW, teachers, shares, torch.is_grad_enabled()
+    )
+    for k, (row_losses, proposed) in enumerate(zip(losses.split(counts), best.split(counts), strict=True)):
+        rows, valid = scored_rows[k], plan.valid_KT[k].nonzero().squeeze(1)
+        proposed = draft.vocab.target_ids_W[proposed]
+        stats.loss.append(float(row_losses.mean()) if counts[k] else 0.0)
+        stats.rows.append(len(valid))
+        stats.accuracy.append(float((proposed == pack.argmax_T[rows + 1 + k]).sum()) / max(len(valid), 1))
+        stats.right_KT[k, rows] = proposed == pack.ids_T[rows + 2 + k]
+        stats.counted_KT[k, valid] = pack.argmax_T[valid + 1 + k] == pack.ids_T[valid + 2 + k]
     return loss, stats
 
 

@@ -7,7 +7,8 @@ walk starts at the row before the first drafted token, emits one token more than
     row of y0: right right wrong            emits y1 y2 and the target's own y3
     row of y3: right                        emits y4, the reply is over
 
-On float32 greedy replies it equals real chain decoding, cycle by cycle.
+On float32 greedy replies that end by a stop it equals real chain decoding, cycle by cycle. (At a length limit a decoder
+with room for one token does not draft for it.)
 """
 
 from dataclasses import dataclass, field
