@@ -458,7 +458,8 @@ def _print_run(run: "TrainingRun") -> None:
     _note(f"target {run.info.target} in {run.info.target_dtype}, captured after layers {list(target.capture_after)}")
     _note(
         f"{data['documents']} documents, {data['tokens']} tokens, {data['supervised_tokens']} of them supervised; "
-        f"{data['held_out']} held out"
+        f"{data['held_out']} held out; {data['cut']} cut at the longest length, {data['dropped']} dropped with nothing "
+        "supervised left"
     )
     _note(
         f"draft vocabulary {run.config.draft_vocab_size}: {data['coverage']:.1%} of the supervised tokens; "

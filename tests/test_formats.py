@@ -21,7 +21,7 @@ LLAMA3 = {
 def hf(model_type="llama", **changes):
     """A small, complete config.json; a change to None removes the key."""
     config = {
-        "architectures": [target_formats._ARCHITECTURES.get(model_type, "Unknown")],
+        "architectures": [target_formats._ARCHITECTURES.get(str(model_type), "Unknown")],
         "model_type": model_type,
         "vocab_size": 64,
         "hidden_size": 48,
@@ -110,6 +110,11 @@ class TestTarget:
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
             ({"eos_token_id": "</s>"}, "eos_token_id"),
             ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+            ({"architectures": 5}, "architectures is 5"),
+            ({"architectures": [{}]}, "architectures is"),
+            ({"model_type": ["llama"]}, "model_type is"),
+            ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, "type is"),
+            ({"head_dim": 13}, "head_dim 13 must be even"),
         ],
     )
     def test_what_is_not_supported_is_named(self, changes, named):
@@ -124,6 +129,10 @@ class TestTarget:
         assert config.max_positions == 4096, "Mistral's class default is a window"
         on = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 4}
         assert target_formats.target_config(hf("qwen2", **on))[0].max_positions == 100
+        assert target_formats.target_config(hf("qwen2", **on | {"max_window_layers": 0}))[0].max_positions == 100
+        for wrong in ({"max_window_layers": "a"}, {"layer_types": [{}]}, {"layer_types": 3}):
+            with pytest.raises(UserError, match=next(iter(wrong))):
+                target_formats.target_config(hf("qwen2", **on | wrong))
 
     @pytest.mark.parametrize(
         "config",
@@ -199,6 +208,12 @@ class TestRope:
         theirs = transformers.LlamaConfig(max_position_embeddings=512, **written).rope_parameters
         assert target_formats.rope_config({"rope_parameters": theirs}) == rope
 
+    def test_linear_is_written_with_the_two_keys_the_reference_accepts(self):
+        block = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 9}
+        written = target_formats.rope_to_dict(target_formats.rope_config(hf(rope_scaling=block)))
+        assert written["rope_scaling"] == {"type": "linear", "factor": 2.0}
+        assert written["rope_parameters"] == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+
 
 class TestHfConfig:
     @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -253,6 +268,10 @@ class TestGguf:
             ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
             ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
             ({"llama.attention.head_count": [4, 4]}, "head_count"),
+            ({"general.architecture": ["llama"]}, "general.architecture"),
+            ({"llama.rope.scaling.type": [1]}, "scaling.type"),
+            ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": "a"}, "scaling.factor"),
+            ({"tokenizer.ggml.eos_token_id": [[2]]}, "eos_token_id"),
         ],
     )
     def test_what_is_not_supported_is_named(self, changes, named):
@@ -330,7 +349,7 @@ class TestDraftConfig:
             ({"draft_vocab_size": 64}, "LlamaForCausalLMEagle3"),
             ({"rope": RopeConfig(5e5, **LLAMA3)}, "LlamaForCausalLMEagle3"),
             ({"capture_after": (0, 2)}, "LlamaForCausalLMEagle3"),
-            ({"capture_after": (5,)}, "LlamaForCausalLMEagle3"),
+            ({"capture_after": (5,)}, "Eagle3LlamaForCausalLM"),  # SGLang would skip fc
         ],
     )
     def test_round_trip_of_switches(self, changes, architecture):
@@ -347,6 +366,9 @@ class TestDraftConfig:
         assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
         few = draft_formats.draft_config_to_dict(draft_config(capture_after=(0, 1, 2)), 4)
         assert "eagle_config" in few, "below 7 layers there is no default"
+        assert "num_aux_hidden_states" not in few
+        two = draft_formats.draft_config_to_dict(draft_config(capture_after=(0, 2)), 8)
+        assert two["num_aux_hidden_states"] == 2
 
     def foreign(self, **changes):
         return hf(draft_vocab_size=16, num_hidden_layers=1, rope_theta=None, **changes)
@@ -409,6 +431,11 @@ class TestDraftConfig:
             ({"fc_norm": True, "norm_before_fc": True}, "exclude"),
             ({"num_aux_hidden_states": 2}, "num_aux_hidden_states"),
             ({"rope_scaling": {"type": "no_such_type"}}, "no_such_type"),
+            ({"architectures": 5}, "architectures is 5"),
+            ({"architectures": [{}]}, "architectures is"),
+            ({"model_type": []}, "model_type is"),
+            ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+            ({"head_dim": 7}, "head_dim 7 must be even"),
         ],
     )
     def test_what_would_change_results_is_refused(self, changes, named):
@@ -504,15 +531,16 @@ class TestDraftTensors:
             draft_formats.draft_target_ids(d2t, t2d, 4, 32 if d2t is not None else 4)
 
     def test_what_is_written_is_read_back(self):
-        ids = torch.tensor([3, 9, 30, 31])
-        tensors = draft_formats.vocab_tensors(ids, 32)
+        ids, head = torch.tensor([3, 9, 30, 31]), torch.arange(8.0)[:, None]
+        tensors = draft_formats.vocab_tensors(head[:4], ids, 32)
+        assert torch.equal(tensors["lm_head.weight"], head[:4])
         assert tensors["d2t"].dtype == torch.int64
         assert tensors["t2d"].dtype == torch.bool
         assert torch.equal(draft_formats.draft_target_ids(tensors["d2t"], tensors["t2d"], 4, 32)[0], ids)
-        assert draft_formats.vocab_tensors(torch.arange(8), 8) == {}
-        turned = torch.arange(8).flip(0)
-        tensors = draft_formats.vocab_tensors(turned, 8)
-        assert torch.equal(draft_formats.draft_target_ids(tensors["d2t"], tensors["t2d"], 8, 8)[0], turned)
+        turned = torch.tensor([1, 2, 0, 7, 6, 5, 4, 3])
+        tensors = draft_formats.vocab_tensors(head, turned, 8)
+        assert set(tensors) == {"lm_head.weight"}
+        assert tensors["lm_head.weight"][turned].tolist() == head.tolist()
 
 
 def test_config_fields_are_all_written():

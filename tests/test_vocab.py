@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aquiline.config import UserError
+from aquiline.config import AquilineWarning, UserError
 from aquiline.model.vocab import VocabMap
 
 
@@ -18,7 +18,7 @@ def test_most_frequent_tokens_in_ascending_order_with_the_ones_always_needed():
 def test_a_small_corpus_is_filled_up_and_says_so():
     counts = torch.zeros(64, dtype=torch.long)
     counts[40:50] = 3
-    with pytest.warns(UserWarning, match="10 distinct tokens"):
+    with pytest.warns(AquilineWarning, match="10 distinct tokens"):
         vocab = VocabMap.build(counts, 32)
     assert vocab.draft_vocab_size == 32
     assert set(range(40, 50)) <= set(vocab.target_ids_W.tolist())

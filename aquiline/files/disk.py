@@ -22,12 +22,33 @@ from aquiline.config import UserError, require
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON object from a file; UserError when it is missing, damaged or no object."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    require(isinstance(value, dict), f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return _json_object(data, str(path))
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every line that is not blank; UserError names the file and the line."""
+    try:
+        with open(path, "rb") as file:  # bytes: lines end at \n only, as those of JSON lines do
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _json_object(line, f"{path}:{number}")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _json_object(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data.decode("utf-8-sig"))  # a byte order mark is no reason to refuse
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 text; save the file as UTF-8") from error
+    except ValueError as error:  # also an integer of more digits than Python reads
+        raise UserError(f"{where}: not JSON ({error})") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: not JSON that can be read: nested too deeply") from error
+    require(isinstance(value, dict), f"{where}: expected an object, found {type(value).__name__}")
     return value
 
 
@@ -72,8 +93,8 @@ _OWN_FILES = {"config.json", "model.safetensors", "run.json"}
 def atomic_folder(folder: str | Path) -> Iterator[Path]:
     """A scratch folder to write into, which takes the place of `folder` when the block ends well.
 
-    Killed at any moment, `folder` is the old one or the new one. UserError when it cannot be written, or when it
-    holds files that would be lost.
+    Killed at any moment, `folder` is the old one or the new one. Files that others put there, a model card say, are
+    carried over. UserError when it cannot be written, or holds a folder, which would be lost.
     """
     folder = Path(os.path.realpath(folder))
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
@@ -81,8 +102,11 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch.mkdir()
         yield scratch
+        if folder.exists():
+            _carry_over(folder, scratch)
         for path in [*scratch.rglob("*"), scratch]:
-            _sync(path)
+            if not path.is_symlink():
+                _sync(path)
         _take_the_place(scratch, folder)
         _sync(folder.parent)
     except OSError as error:
@@ -93,13 +117,23 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)  # after an exchange this is the old folder
 
 
+def _carry_over(folder: Path, scratch: Path) -> None:
+    require(folder.is_dir(), f"{folder} exists and is a file; give a folder")
+    nested = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.is_symlink())
+    require(
+        not nested,
+        f"{folder} holds the folder {', '.join(nested)}, which saving there would delete; give another folder",
+    )
+    new = {p.name for p in scratch.iterdir()} | _OWN_FILES
+    for path in folder.iterdir():
+        if path.name not in new:
+            shutil.copy2(path, scratch / path.name, follow_symlinks=False)
+
+
 def _take_the_place(scratch: Path, folder: Path) -> None:
     if not folder.exists():
         os.rename(scratch, folder)
         return
-    require(folder.is_dir(), f"{folder} exists and is a file; give a folder")
-    lost = {p.name for p in folder.iterdir()} - {p.name for p in scratch.iterdir()} - _OWN_FILES
-    require(not lost, f"{folder} holds {', '.join(sorted(lost))}, which saving there would delete; give another folder")
     if not _exchange(scratch, folder):
         # Two renames: killed between them, the old folder still exists, under the scratch name with `.old`.
         old = scratch.with_suffix(".old")
@@ -141,9 +175,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     if single.is_file():
         return _read_safetensors(single)
     if index.is_file():
-        weight_map = read_json(index).get("weight_map") or {}
-        require(bool(weight_map), f"{index} has no weight_map")
-        shards = sorted(set(weight_map.values()))
+        shards = sorted(set(_weight_map(index).values()))
         absent = [s for s in shards if not (folder / s).is_file()]
         require(not absent, f"{folder} lacks {', '.join(absent)}, which its index names; copy it there")
         tensors: dict[str, Tensor] = {}
@@ -154,12 +186,37 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         pickled.is_file(),
         f"{folder} has no model.safetensors, no model.safetensors.index.json and no pytorch_model.bin",
     )
-    try:
-        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds on a damaged or an unsafe pickle
-        raise UserError(f"{pickled} cannot be read as plain weights: {one_line(error)}") from error
-    require(isinstance(tensors, dict), f"{pickled} holds no dictionary of tensors")
+    tensors = read_pickle(pickled)
+    ok = isinstance(tensors, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in tensors.items())
+    require(ok, f"{pickled} holds no dictionary of tensors")
     return tensors
+
+
+def weight_names(folder: Path) -> set[str]:
+    """The names in what `read_weights` would read, without reading it where the format allows that."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        try:
+            with safetensors.safe_open(single, "pt") as file:
+                return set(file.keys())
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{single} cannot be read as safetensors: {one_line(error)}") from error
+    return set(_weight_map(index)) if index.is_file() else set(read_weights(folder))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    names: Any = read_json(index).get("weight_map")
+    ok = isinstance(names, dict) and bool(names) and all(isinstance(shard, str) for shard in names.values())
+    require(ok, f"{index} has no weight_map from the names of tensors to files")
+    return names
+
+
+def read_pickle(path: Path, device: torch.device | str = "cpu") -> Any:
+    """What torch.save wrote, of plain values and tensors only."""
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises many kinds on a damaged or an unsafe pickle
+        raise UserError(f"{path} cannot be read as plain weights: {one_line(error)}") from error
 
 
 def one_line(error: Exception) -> str:

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from aquiline.config import DraftConfig, TargetConfig, UserError, check_capture_after, default_capture_after, require
-from aquiline.files.target_formats import flag, number, require_silu, rope_config, rope_to_dict, split_heads, token_ids
+from aquiline.files.target_formats import (
+    flag,
+    number,
+    require_silu,
+    rope_config,
+    rope_to_dict,
+    split_heads,
+    text,
+    texts,
+    token_ids,
+)
 
 # ---------------------------------------------------------------- drafts: config.json
 
@@ -69,6 +79,8 @@ def draft_config_to_dict(
     if c.own_embedding or c.target_hidden_size != c.hidden_size:
         # Its presence is also how the reference learns to use the draft's own embedding.
         out["target_hidden_size"] = c.target_hidden_size
+    if len(c.capture_after) != 3:
+        out["num_aux_hidden_states"] = len(c.capture_after)
     if num_target_layers < 7 or c.capture_after != default_capture_after(num_target_layers):
         # The same states twice: vLLM reads the first and counts layers passed, SGLang the second and names the layer.
         out[_AUX_IDS] = [i + 1 for i in c.capture_after]
@@ -84,7 +96,8 @@ def _draft_architecture(c: DraftConfig) -> str:
     if c.qk_norm:
         return _QK_NORM_ARCHITECTURE
     replaced_embedding = c.own_embedding and c.hidden_size == c.target_hidden_size
-    dropped = c.norm_before_residual or c.attention_bias or replaced_embedding
+    skipped_fc = c.aux_width == c.hidden_size
+    dropped = c.norm_before_residual or c.attention_bias or replaced_embedding or skipped_fc
     return "Eagle3LlamaForCausalLM" if dropped else DRAFT_ARCHITECTURE
 
 
@@ -147,14 +160,14 @@ def draft_config_from_dict(hf: Mapping[str, Any], target: TargetConfig) -> tuple
 
 def _check_draft_architecture(hf: Mapping[str, Any]) -> bool:
     """UserError unless this is an EAGLE-3 head we know; True if it has norms on q and k."""
-    architectures = list(hf.get("architectures") or [DRAFT_ARCHITECTURE])
+    architectures = texts(hf, "architectures") or [DRAFT_ARCHITECTURE]
     known = _DRAFT_ALIASES | {_QK_NORM_ARCHITECTURE}
     require(
         len(architectures) == 1 and architectures[0] in known,
         f"draft architecture {architectures} is not supported; supported: {', '.join(sorted(known))}",
     )
     qk_norm = architectures[0] == _QK_NORM_ARCHITECTURE
-    kind = hf.get("model_type", "llama")
+    kind = text(hf, "model_type", "llama")
     require(kind in ("llama", "qwen3"), f"draft model_type {kind!r} is not supported; expected 'llama' or 'qwen3'")
     return qk_norm
 
@@ -216,6 +229,12 @@ def _capture_after(
 # ---------------------------------------------------------------- drafts: tensors
 
 _AUX_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"  # engines expect it under `attention_bias`; we have none: zeros
+
+
+def require_head(names: Iterable[str]) -> None:
+    """UserError unless a file with tensors of these names can be an EAGLE-3 head: what every one has, and only they."""
+    require("fc.weight" in {name.removeprefix("model.") for name in names}, "no fc.weight: this is no EAGLE-3 head")
 
 
 def draft_tensor_names(names: Iterable[str]) -> dict[str, str]:
@@ -294,12 +313,14 @@ def _is_map(ids: Tensor, vocab_size: int) -> bool:
     return inside and len(ids.unique()) == len(ids)
 
 
-def vocab_tensors(target_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """`d2t` and `t2d` as files hold them; nothing when the draft has the target's vocabulary in its own order."""
+def vocab_tensors(lm_head_WD: Tensor, target_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """`lm_head.weight`, `d2t` and `t2d` as files hold them.
+
+    The full vocabulary is written in the target's order and without a map: vLLM has no place for one.
+    """
     ids = target_ids_W.long().cpu()
-    identity = torch.arange(len(ids))
-    if len(ids) == vocab_size and torch.equal(ids, identity):
-        return {}  # vLLM has no place for a map of the full vocabulary
+    if len(ids) == vocab_size:
+        return {"lm_head.weight": lm_head_WD[ids.argsort()]}
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids] = True
-    return {"d2t": ids - identity, "t2d": t2d}
+    return {"lm_head.weight": lm_head_WD, "d2t": ids - torch.arange(len(ids)), "t2d": t2d}

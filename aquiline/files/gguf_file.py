@@ -82,6 +82,6 @@ def read_gguf(path: str | Path) -> GGUF:
             stored = gguf.quant_shape_to_byte_shape(shape, kind)
             rows = data[start + offset : start + offset + int(np.prod(stored))]
             tensors[name] = (kind, shape, rows.reshape(stored))
-    except (struct.error, ValueError, KeyError, ArithmeticError, MemoryError, TypeError) as error:
+    except (struct.error, ValueError, LookupError, ArithmeticError, MemoryError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged or cut short: {one_line(error)}") from error
     return GGUF(fields, tensors)

@@ -3,7 +3,6 @@ GGUF metadata and tensor names. No disk here. What we do not compute exactly as 
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,14 +18,16 @@ from aquiline.model.layers import rope_frequencies
 _MISSING: Any = object()
 
 
-def number(hf: Mapping[str, Any], key: str, kind: type, default: Any = _MISSING) -> Any:
-    """`hf[key]` as a positive int or float; null counts as absent."""
+def number(hf: Mapping[str, Any], key: str, kind: type, default: Any = _MISSING, least: int = 1) -> Any:
+    """`hf[key]` as an int from `least` on or as a positive float; null counts as absent."""
     value = hf.get(key)
     if value is None:
         require(default is not _MISSING, f"the config has no {key!r}")
         return default
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    require(ok and kind(value) == value, f"{key} is {value!r} in the config; expected a positive {kind.__name__}")
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+    ok = ok and (least <= value < 2**63 if kind is int else 0 < value < 1e308)  # what PyTorch and a float can hold
+    expected = f"an int of at least {least}" if kind is int else "a positive float"
+    require(ok and kind(value) == value, f"{key} is {value!r:.80} in the config; expected {expected}")
     return kind(value)
 
 
@@ -34,15 +35,31 @@ def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = hf.get(key)
     if value is None:
         return default
-    require(isinstance(value, bool), f"{key} is {value!r} in the config; expected true or false")
+    require(isinstance(value, bool), f"{key} is {value!r:.80} in the config; expected true or false")
     return value
+
+
+def text(hf: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    value = hf.get(key)
+    if value is None:
+        return default
+    require(isinstance(value, str), f"{key} is {value!r:.80} in the config; expected a text")
+    return value
+
+
+def texts(hf: Mapping[str, Any], key: str) -> list[str]:
+    """A list of texts, empty when it is null or absent."""
+    value = hf.get(key)
+    ok = value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    require(ok, f"{key} is {value!r:.80} in the config; expected a list of texts")
+    return value or []
 
 
 def token_ids(value: Any, key: str) -> tuple[int, ...]:
     """A token id, a list of them or null."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     ok = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in values)
-    require(ok, f"{key} is {value!r}; expected an id or a list of ids")
+    require(ok, f"{key} is {value!r:.80}; expected an id or a list of ids")
     return tuple(values)
 
 
@@ -84,7 +101,7 @@ def _rope_block(hf: Mapping[str, Any], key: str) -> RopeConfig:
     for name, value in block.items():
         known = name in _ROPE_FIELDS or name == "type" or value in _ROPE_NEUTRAL.get(name, ())
         require(known, f"{key} has {name} = {value!r}, which is not supported")
-    kinds = {block[name] for name in ("rope_type", "type") if block.get(name) is not None}
+    kinds = {text(block, name) for name in ("rope_type", "type") if block.get(name) is not None}
     require(len(kinds) <= 1, f"{key} names two types: {block.get('rope_type')!r} and {block.get('type')!r}")
     kind = kinds.pop() if kinds else "default"
     bases = {number(d, "rope_theta", float) for d in (hf, block) if d.get("rope_theta") is not None}
@@ -99,6 +116,8 @@ def _rope_block(hf: Mapping[str, Any], key: str) -> RopeConfig:
         outside = number(hf, "original_max_position_embeddings", int, None)
         inside = values["original_max_position_embeddings"]
         values["original_max_position_embeddings"] = outside or inside or number(hf, "max_position_embeddings", int)
+    if kind == "linear":  # nothing else counts, and the block that is written has room for nothing else
+        return RopeConfig(values["rope_theta"], kind, values["factor"])
     return RopeConfig(**values)
 
 
@@ -106,6 +125,8 @@ def rope_to_dict(rope: RopeConfig) -> dict[str, Any]:
     """Both layouts, saying the same: `rope_theta`, `rope_parameters` and, unless default, `rope_scaling`."""
     block = {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
     scaling = {k: v for k, v in block.items() if k != "rope_theta"}
+    if rope.rope_type == "linear":  # the EAGLE reference accepts these two keys, by these names, and no third
+        scaling = {"type": "linear", "factor": rope.factor}
     both = {"rope_theta": rope.rope_theta, "rope_parameters": block}
     return both | ({"rope_scaling": scaling} if rope.rope_type != "default" else {})
 
@@ -130,15 +151,13 @@ def target_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     require(
         "text_config" not in hf, "the config nests a text_config (a multimodal model); only text models are supported"
     )
-    architectures = hf.get("architectures") or []
-    family = hf.get("model_type")
+    architectures, family = texts(hf, "architectures"), text(hf, "model_type")
     if family is None and len(architectures) == 1:
         family = next((f for f, name in _ARCHITECTURES.items() if name == architectures[0]), None)
     supported = f"supported: {', '.join(_ARCHITECTURES.values())}"
     require(family in _ARCHITECTURES, f"model_type {family!r} (architectures {architectures}) is unknown; {supported}")
-    assert isinstance(family, str)
     require(
-        not architectures or list(architectures) == [_ARCHITECTURES[family]],
+        not architectures or architectures == [_ARCHITECTURES[family]],
         f"architectures {architectures} of model_type {family!r} is not a plain language model here; {supported}",
     )
     quantisation = hf.get("quantization_config")
@@ -197,9 +216,9 @@ def _window(hf: Mapping[str, Any], family: str, num_layers: int) -> int | None:
         return window if "sliding_window" in hf else 4096
     if family == "llama" or not flag(hf, "use_sliding_window"):
         return None
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        first = hf.get("max_window_layers", 28)
+    kinds = texts(hf, "layer_types")
+    if not kinds:
+        first = number(hf, "max_window_layers", int, 28, least=0)
         return window if first < num_layers else None
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     require(not unknown, f"layer_types has {', '.join(sorted(unknown))}, which is not supported")
@@ -303,12 +322,11 @@ def gguf_target_config(
     fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: list[float] | None = None
 ) -> tuple[TargetConfig, list[str]]:
     """GGUF metadata as a TargetConfig, with notes. `shapes`: of the tensors, by GGUF name, rows first."""
-    arch = fields.get("general.architecture")
+    arch = text(fields, "general.architecture")
     require(
         arch in _GGUF_FAMILIES,
         f"GGUF architecture {arch!r} is not supported; supported: {', '.join(_GGUF_FAMILIES)}",
     )
-    assert isinstance(arch, str)
     own = {k.removeprefix(f"{arch}."): _short(v) for k, v in fields.items() if k.startswith(f"{arch}.")}
     require(
         not own.get("expert_count"), f"the GGUF has {own.get('expert_count')} experts; only dense models are supported"
@@ -323,8 +341,9 @@ def gguf_target_config(
     window = number(own, "attention.sliding_window", int, None)
     max_positions = _cut_to(window, number(own, "context_length", int), notes)
     require("token_embd.weight" in shapes, "the GGUF has no token_embd.weight")
-    eos = [fields[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in fields]
-    bos = fields.get("tokenizer.ggml.bos_token_id")
+    eos, eot, bos = (
+        token_ids(fields.get(key), key) for key in (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "bos"))
+    )
     return TargetConfig(
         family=_GGUF_FAMILIES[arch],
         vocab_size=shapes["token_embd.weight"][0],
@@ -342,8 +361,8 @@ def gguf_target_config(
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
         qk_norm=arch == "qwen3",
-        eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=bos,
+        eos_token_ids=tuple(dict.fromkeys(eos + eot)),
+        bos_token_id=(bos or (None,))[0],
     ), notes
 
 
@@ -354,16 +373,15 @@ def _short(value: Any) -> Any:
 
 def _gguf_rope(own: Mapping[str, Any], head_dim: int, factors: list[float] | None) -> RopeConfig:
     theta = number(own, "rope.freq_base", float, 10000.0)
-    scaling = {k.removeprefix("rope.scaling."): v for k, v in own.items() if k.startswith("rope.scaling.")}
-    kind = scaling.pop("type", "none")
-    factor, original = scaling.pop("factor", None), scaling.pop("original_context_length", None)
-    scaling.pop("finetuned", None)
-    require(not scaling, f"the GGUF has rope.scaling.{next(iter(scaling), '')}, which is not supported")
+    scaling = {key.removeprefix("rope.scaling.") for key in own if key.startswith("rope.scaling.")}
+    unknown = sorted(scaling - {"type", "factor", "original_context_length", "finetuned"})
+    require(not unknown, f"the GGUF has rope.scaling.{', '.join(unknown)}, which is not supported")
+    kind = text(own, "rope.scaling.type", "none")
     if factors is None:
-        kind = "default" if kind == "none" else kind
-        if kind == "default":
-            factor = original = None
-        return RopeConfig(theta, kind, factor=factor, original_max_position_embeddings=original)
+        if kind == "none":
+            return RopeConfig(theta)
+        original = None if kind == "linear" else number(own, "rope.scaling.original_context_length", int, None)
+        return RopeConfig(theta, kind, number(own, "rope.scaling.factor", float, None), original)
     # The file holds llama3's factors, not its settings; those of Llama 3.1 to 3.3 are tried and must reproduce them.
     guess = RopeConfig(theta, "llama3", max(factors), 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     plain, scaled = (rope_frequencies(r, head_dim, 8192)[0] for r in (RopeConfig(theta), guess))

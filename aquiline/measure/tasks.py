@@ -4,13 +4,13 @@ A line is an object with `turns` (a list of user turns, as MT-bench's questions;
 (everything up to the last user or tool turn is asked). Other keys, references above all, are not looked at.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aquiline.config import UserError, require
 from aquiline.data.chat import Message, check_messages
+from aquiline.files.disk import read_jsonl
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,20 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     require(limit is None or limit >= 1, f"the number of prompts must be at least 1, not {limit}")
     require(path.is_file(), f"{path} is not a file; expected prompts as JSONL, one object a line")
     prompts: list[Prompt] = []
-    with path.open("rb") as file:  # bytes: lines end at \n only, as JSONL's do
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                prompts.append(_prompt(line, str(number)))
-            except UserError as error:
-                raise UserError(f"{path}:{number}: {error}") from error
-            if len(prompts) == limit:
-                break
+    for number, row in read_jsonl(path):
+        try:
+            prompts.append(_prompt(row, str(number)))
+        except UserError as error:
+            raise UserError(f"{path}:{number}: {error}") from error
+        if len(prompts) == limit:
+            break
     require(bool(prompts), f"{path} holds no prompt; expected JSONL, one object with 'turns' or 'messages' a line")
     return prompts
 
 
-def _prompt(line: bytes, number: str) -> Prompt:
-    try:
-        row: Any = json.loads(line.decode("utf-8-sig"))  # a byte order mark is no reason to refuse
-    except UnicodeDecodeError as error:
-        raise UserError("not UTF-8 text; save the file as UTF-8") from error
-    except ValueError as error:
-        raise UserError(f"not JSON ({error}); expected one object a line") from error
-    except RecursionError as error:
-        raise UserError("nested too deeply to be a prompt") from error
-    require(isinstance(row, dict), f"expected an object, found {type(row).__name__}")
-    turns, messages = row.get("turns"), row.get("messages")
+def _prompt(row: dict[str, Any], number: str) -> Prompt:
+    turns: Any = row.get("turns")
+    messages: Any = row.get("messages")
     require(
         (turns is None) != (messages is None),
         f"expected one of 'turns' and 'messages', found the keys {', '.join(map(repr, row)) or '(none)'}",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from aquiline.config import TrainConfig, UserError, require
 from aquiline.data.dataset import Document, packs
 from aquiline.data.features import Features, FeatureStore
+from aquiline.files.disk import read_pickle
 from aquiline.model.backend import fast_bf16
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
@@ -145,9 +146,7 @@ def evaluate(
 ) -> Evaluation:
     """Unroll the held-out documents without gradients and walk their replies."""
     walk = Walk()
-    loss = [0.0] * config.ttt_steps
-    right = [0.0] * config.ttt_steps
-    rows = [0] * config.ttt_steps
+    loss, rows, right, counted = ([0.0] * config.ttt_steps for _ in range(4))
     for i, document in enumerate(store.documents):
         pack = make_pack([document], store.get([i]), draft, target)
         _, stats = unroll(
@@ -155,16 +154,20 @@ def evaluate(
         )
         assert stats.right_KT is not None
         assert stats.counted_KT is not None
+        # Decoding starts once a reply's first token is there: rows that embed a prompt's token do not count.
+        known = torch.zeros(len(document), dtype=torch.bool)
+        known[:-1] = document.supervised[1:]
         for k, n in enumerate(stats.rows):
             loss[k] += stats.loss[k] * n
-            right[k] += stats.accuracy[k] * n
             rows[k] += n
-        first, end = document.reply
-        if first > 0:
-            walk.add(stats.right_KT, stats.counted_KT, first, end)
+            right[k] += int((stats.right_KT[k] & stats.counted_KT[k] & known).sum())
+            counted[k] += int((stats.counted_KT[k] & known).sum())
+        for first, end in document.replies:
+            if first > 0:
+                walk.add(stats.right_KT, stats.counted_KT, first, end)
     return Evaluation(
         [x / max(n, 1) for x, n in zip(loss, rows, strict=True)],
-        [x / max(n, 1) for x, n in zip(right, rows, strict=True)],
+        [x / max(n, 1) for x, n in zip(right, counted, strict=True)],
         walk.tau,
         walk.n_alpha,
     )
@@ -180,6 +183,7 @@ class Progress:
     seconds: float  # of training, over all sessions of the run
     loss: float
     accuracy: list[float]
+    skipped: int = 0  # updates without a finite gradient, over the whole run
     evaluation: Evaluation | None = None
 
 
@@ -241,7 +245,13 @@ class Trainer:
             state["seconds"] = before + time.monotonic() - started
             done = step + 1 == total
             progress = Progress(
-                step + 1, total, state["tokens"], state["seconds"], float(loss.detach()), stats.accuracy
+                step + 1,
+                total,
+                state["tokens"],
+                state["seconds"],
+                float(loss.detach()),
+                stats.accuracy,
+                len(state["skipped"]),
             )
             if done or (step + 1) % config.eval_every == 0:
                 progress.evaluation = self._evaluate(state, head_rows_WD, progress)
@@ -309,14 +319,19 @@ class Trainer:
                 f.flush()
                 os.fsync(f.fileno())
             os.replace(temporary, self.folder / "state.pt")
-        except OSError as error:
-            raise UserError(f"{self.folder} cannot be written: {error}") from None
+        except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError when the disk is full
+            raise UserError(f"{self.folder} cannot be written: {error}") from error
 
     def _resume(self, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
         path = self.folder / "state.pt"
         if not path.exists():
             return {"step": 0, "tokens": 0, "seconds": 0.0, "best": 0.0, "skipped": [], "history": []}
-        saved = torch.load(path, map_location=self.draft.norm.weight.device, weights_only=True)
+        try:
+            saved = read_pickle(path, self.draft.norm.weight.device)
+            parts = {"state", "config", "documents", "draft", "optimizers"}
+            require(isinstance(saved, dict) and parts <= set(saved), f"{path} is no state of a training run")
+        except UserError as error:
+            raise UserError(f"{error}. Delete {self.folder} to begin the run again") from error
         now = dataclasses.asdict(self.config)
         changed = [f"{k}: {saved['config'].get(k)!r} -> {now[k]!r}" for k in now if saved["config"].get(k) != now[k]]
         if saved["documents"] != self.record.get("documents"):

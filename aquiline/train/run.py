@@ -43,6 +43,7 @@ class TrainingRun:
     coverage: float  # share of the supervised tokens that the draft can propose
     features: Path | None
     record: dict[str, Any]  # the fixed part of run.json
+    setup: dict[str, Any]  # setup.json
 
     @staticmethod
     def prepare(
@@ -57,7 +58,7 @@ class TrainingRun:
         features: Path | None = None,
         command: Sequence[str] = (),
     ) -> "TrainingRun":
-        """Read the data, load the target, make the draft. UserError for what does not fit; writes only `setup.json`.
+        """Read the data, load the target, make the draft. UserError for what does not fit; writes nothing.
 
         `command`: the command line, for the record.
         """
@@ -65,22 +66,26 @@ class TrainingRun:
         if capture_after is not None:
             check_capture_after(capture_after, target_config.num_layers)
         longest = min(config.max_length, target_config.max_positions)
-        documents = read_documents(data, chat, target_config.vocab_size, longest)
-        training, held_out = hold_out(documents, config.held_out, config.seed)
+        reading = read_documents(data, chat, target_config.vocab_size, longest)
+        training, held_out = hold_out(reading.documents, config.held_out, config.seed)
         require(
             bool(held_out),
             "no row was decoded greedily by the target (`temperature` 0), and some must be held out to measure the "
             "accepted length: add greedy answers, and leave held_out above 0",
         )
-        require(bool(training), f"all {len(documents)} rows would be held out: give more data, or a lower held_out")
-        counts = token_counts(training, target_config.vocab_size)
-        vocab = VocabMap.build(counts, config.draft_vocab_size, always=tuple(sorted(chat.end_of_turn_ids)))
+        require(
+            bool(training), f"all {len(reading.documents)} rows would be held out: give more data, or a lower held_out"
+        )
         target = checkpoint.load_target(target_spec, dtype, "cpu", capture_after)
+        counts = token_counts(training, target.config.vocab_size)
+        ends = [i for i in sorted(chat.end_of_turn_ids) if i < target.config.vocab_size]  # configs name ids beyond it
+        vocab = VocabMap.build(counts, config.draft_vocab_size, always=tuple(ends))
         draft = Draft(draft_config(target, config, max(map(len, training))), vocab)
         info = DraftInfo.of(
             target, checkpoint.target_name(target_spec), chat.fingerprint(), chat.template_fingerprint()
         )
-        _check_setup(out, info, draft)
+        setup = _setup(info, draft)
+        _compare_setup(out, setup)
         init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed)
         record = {
             "command": list(command),
@@ -89,6 +94,8 @@ class TrainingRun:
                 "files": [path.name for path in data],
                 "documents": len(training),
                 "held_out": len(held_out),
+                "cut": reading.cut,
+                "dropped": reading.dropped,
                 "tokens": sum(map(len, training)),
                 "supervised_tokens": int(counts.sum()),
                 "coverage": vocab.coverage(counts),
@@ -97,9 +104,11 @@ class TrainingRun:
             "machine": machine(target.device),
             "versions": versions(),
         }
-        return TrainingRun(
-            out, config, target, draft, info, training, held_out, vocab.coverage(counts), features, record
+        run = TrainingRun(
+            out, config, target, draft, info, training, held_out, vocab.coverage(counts), features, record, setup
         )
+        run._check_head()
+        return run
 
     @property
     def head(self) -> Path:
@@ -124,18 +133,40 @@ class TrainingRun:
 
     def run(self, report: Callable[[Progress], None], stop: Callable[[], bool] = lambda: False) -> bool:
         """Train, going on from `OUT/state` if there is one; True when the run is complete, False when stopped."""
+        store, held_out = self._store("train", self.training), self._store("held_out", self.held_out)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write {self.out}: {error.strerror}") from error
+        disk.write_json_atomic(self.out / "setup.json", self.setup)
         trainer = Trainer(
             config=self.config,
             target=self.target,
             draft=self.draft,
-            store=self._store("train", self.training),
-            held_out=self._store("held_out", self.held_out),
+            store=store,
+            held_out=held_out,
             folder=self.out / "state",
             save_head=self._save_head,
             report=report,
             record=self.record,
         )
-        return trainer.run(stop)
+        complete = trainer.run(stop)
+        require(
+            not complete or (self.head / "config.json").is_file(),
+            f"the run in {self.out} is complete, but its head, {self.head}, is gone; "
+            f"to train it again, give another output folder or delete {self.out / 'state'}",
+        )
+        return complete
+
+    def _check_head(self) -> None:
+        """UserError when a run that is yet to begin would replace a head that it did not write."""
+        if not self.head.exists() or (self.out / "state" / "state.pt").exists():
+            return
+        path = self.head / "run.json"
+        found = disk.read_json(path) if path.is_file() else {}
+        ours = {**self.record, "training": dataclasses.asdict(self.config)}
+        same = all(found.get(key) == ours[key] for key in ("target", "documents", "training"))
+        require(same, f"{self.head} exists and was not written by this run; give another output folder")
 
     def _store(self, name: str, documents: list[Document]) -> FeatureStore:
         folder = None if self.features is None else self.features / name
@@ -165,22 +196,20 @@ def draft_config(target: Target, config: TrainConfig, trained_length: int) -> Dr
     )
 
 
-def _check_setup(out: Path, info: DraftInfo, draft: Draft) -> None:
-    """Write `setup.json`, or compare it: resumed on another target or draft vocabulary, every row of the head would
-    mean something else, and nothing would look wrong.
-    """
+def _setup(info: DraftInfo, draft: Draft) -> dict[str, Any]:
     ids = draft.vocab.target_ids_W.numpy().tobytes()
-    setup = dataclasses.asdict(info) | {
+    return dataclasses.asdict(info) | {
         "capture_after": list(draft.config.capture_after),
         "draft_vocabulary": hashlib.sha256(ids).hexdigest(),
     }
+
+
+def _compare_setup(out: Path, setup: dict[str, Any]) -> None:
+    """Resumed on another target or draft vocabulary, every row of the head would mean something else, and nothing
+    would look wrong.
+    """
     path = out / "setup.json"
     if not path.exists():
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write {out}: {error.strerror}") from error
-        disk.write_json_atomic(path, setup)
         return
     found = disk.read_json(path)
     changed = [f"{k} was {found.get(k)!r} and is {v!r}" for k, v in setup.items() if found.get(k) != v]
