@@ -412,7 +412,7 @@ def test_data_and_outputs_that_do_not_work_are_refused(aquiline, folders, answer
     )
     check_refused(aquiline("eval", *prompt_files, *models(folders), "--json", tmp_path), "is no file")
     check_refused(aquiline("eval", prompt_files[0], prompt_files[0], *models(folders)), "two files are named one")
-    check_refused(aquiline("export-target", folders / "target", tmp_path / "file"), "is a file")
+    check_refused(aquiline("export-target", folders / "target", tmp_path / "file"), "not empty")
     check_refused(aquiline("export-target", folders / "target", tmp_path), "not empty")
     assert {p.name for p in tmp_path.iterdir()} == {"bad.jsonl", "file", "one.jsonl", "two.jsonl"}
 
