@@ -14,7 +14,7 @@ from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, versions
 from aquiline.measure.tasks import read_prompts
 
-GRID = ["1:3:3", "2:1:2", "2:2:3", "2:3:5", "3:1:3", "3:2:5", "3:3:6", "4:1:4", "4:3:6", "4:4:10", "5:4:12", "6:8:24"]
+GRID = ["2:1:2", "2:3:5", "3:1:3", "3:2:5", "3:3:7", "4:1:4", "4:3:8", "4:4:11", "5:4:15"]
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ mkdir -p "$out"
 # The default tree, plain and speculative in turn, float32: speed-up, and text equal on all 100 prompts.
 aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 128 --dtype float32 --json "$out/default-tree.json"
 # The plain step against Transformers' generate.
-python "$here/runs/versus_transformers.py" "$out/versus-transformers.json" 4 64 "${sets[@]}"
+python "$here/runs/versus_transformers.py" "$out/versus-transformers.json" 3 64 "${sets[@]}"
 # Tau with the reference tree.
 aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 128 --dtype float32 --tree 6:8:60 --no-plain \
     --json "$out/reference-tree.json"
