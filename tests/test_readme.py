@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("the dra
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def folder_of_its_own(tmp_path, monkeypatch):
     """A working directory with the files that the README speaks of."""
     make_draft(tmp_path / "models/draft", make_target(tmp_path / "models/target", max_positions=200))
     for name, folder in (("target_path", "target"), ("draft_path", "draft")):
@@ -66,7 +66,7 @@ def run_command(line, monkeypatch, capsys) -> str:
     return out
 
 
-def test_every_block_runs_from_the_first_to_the_last(workplace, monkeypatch, capsys):
+def test_every_block_runs_from_the_first_to_the_last(folder_of_its_own, monkeypatch, capsys):
     for language, block in BLOCKS:
         if language == "python":
             exec(compile(block, "README.md", "exec"), {})

@@ -180,7 +180,7 @@ class Progress:
     step: int
     total: int
     tokens: int  # token passes so far
-    seconds: float  # of training, over all sessions of the run
+    seconds: float  # of training, over all parts of the run
     loss: float
     accuracy: list[float]
     skipped: int = 0  # updates without a finite gradient, over the whole run
