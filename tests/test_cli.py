@@ -16,6 +16,7 @@ import typer
 
 from aquiline import cli
 from aquiline.api import load_chat
+from aquiline.config import DEFAULT_TREE
 from aquiline.files import checkpoint
 from tests.test_api import folders, load, make_draft  # noqa: F401 (a fixture)
 from tests.test_evaluate import PLAIN_KEYS
@@ -86,7 +87,7 @@ def test_generate_streams_text_to_stdout_and_the_rest_to_stderr(aquiline, folder
     assert (code, out) == (0, reference.text + "\n")
     assert "target, draft draft, float32 on cpu" in err
     assert "20 tokens (length)" in err
-    assert "tree 4:3:8" in err
+    assert f"tree {DEFAULT_TREE}" in err
     code, piped, _ = aquiline("generate", "-", *models(folders), "--max-new-tokens", 20, stdin=b"hi")
     assert (code, piped) == (0, out)
     _, other, _ = aquiline("generate", "hi", *models(folders), "--max-new-tokens", 20, "--system", "S")
@@ -103,7 +104,7 @@ def test_generate_json_follows_its_contract(aquiline, folders, draft):  # noqa: 
     assert set(value) == RESULT_KEYS
     reference = load(folders, "none").generate("hi", max_new_tokens=20, temperature=1.0, seed=7, top_p=0.9)
     assert (value["text"], value["token_ids"]) == (reference.text, reference.token_ids)
-    assert value["tree"] == (None if draft == "none" else "4:3:8")
+    assert value["tree"] == (None if draft == "none" else str(DEFAULT_TREE))
     assert (value["tau"] is None) == (value["cycles"] == 0)  # no cycle, no tau
     assert (value["cycles"] > 0) == (draft == "draft")  # nothing repeats in this text
     if draft == "none":
@@ -341,7 +342,7 @@ def test_what_is_wrong_with_the_flags_is_said_before_anything_is_loaded(aquiline
         ("generate",): ("Missing argument", "aquiline generate --help"),
         ("generate", "hi", "--temprature", "1"): ("No such option", "--temprature"),
         ("generate", "hi", "--tree", "4,3,8"): ("'4,3,8' is not DEPTH:TOPK:NODES", "6:8:60"),
-        ("generate", "hi", "--tree", "0:3:8"): ("at least 1",),
+        ("generate", "hi", "--tree", "0:3:8"): ("whole numbers from 1",),
         ("generate", "hi", "--tree", "4:3:8", "--draft", "none"): ("--draft none",),
         ("generate", "hi", "--compare", "--draft", "none"): ("--compare needs a draft",),
         ("generate", "hi", "--temperature", "-1"): ("temperature -1",),
