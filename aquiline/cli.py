@@ -44,7 +44,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -560,7 +559,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.showwarning = lambda message, *_, **__: _note(f"warning: {' '.join(str(message).split())}")
         try:
             command = typer.main.get_command(app)
-            code = command.main(arguments, prog_name="aquiline", standalone_mode=False)
+            given = sys.argv[1:] if arguments is None else arguments
+            code = command.main(list(given) or ["--help"], prog_name="aquiline", standalone_mode=False)
         except UserError as error:
             _note(f"error: {' '.join(str(error).split())}")
             code = 2

@@ -355,7 +355,6 @@ def test_what_is_wrong_with_the_flags_is_said_before_anything_is_loaded(aquiline
         ("eval", "x.jsonl", "--limit", "0"): ("limit 0",),
         ("train", "x.jsonl", "--out", "y", "--optimizer", "sgd"): ("muon or adamw",),
         ("no-such-verb",): ("No such command",),
-        (): ("Missing command",),
     }.items():
         check_refused(aquiline(*arguments), *words)
     check_refused(aquiline("generate", "-", stdin=b"\xff\xfe"), "stdin is not UTF-8")
@@ -456,3 +455,10 @@ def test_export_target_writes_into_no_folder_that_holds_something(tmp_path, caps
     assert ended.value.code == 2
     assert "not empty" in capsys.readouterr().err
     assert (tmp_path / "model.safetensors").read_text() == "mine"
+
+
+def test_without_a_verb_it_shows_its_help(aquiline):
+    code, out, err = aquiline()
+    assert code == 0
+    assert "generate" in out
+    assert err == ""
