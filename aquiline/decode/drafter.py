@@ -13,7 +13,7 @@ from torch import Tensor
 from aquiline.config import TreeConfig
 from aquiline.decode.sampling import Sampler
 from aquiline.decode.tree import Tree, TreeBuilder
-from aquiline.model.draft import Draft
+from aquiline.model.draft import Draft, DraftOutput
 
 _CATCH_UP = 512  # rows of a long prompt fed to the draft at a time
 
@@ -115,7 +115,7 @@ class EagleDrafter:
             assert self.cache.lengths[row.slot] == len(row.known) - 1, "the draft's rows are the known tokens less one"
         return torch.stack([last[r.slot][0] for r in rows])[:, None], torch.stack([last[r.slot][1] for r in rows])
 
-    def _feed(self, rows: list[Row], counts: list[int], pending: dict[int, Tensor]):  # type: ignore[no-untyped-def]
+    def _feed(self, rows: list[Row], counts: list[int], pending: dict[int, Tensor]) -> DraftOutput:
         width = max(counts)
         ids, starts, aux = [], [], []
         for row, count in zip(rows, counts, strict=True):
