@@ -1,5 +1,5 @@
 """`python -m aquiline` is `aquiline`."""
 
-from aquiline.cli import main
+from aquiline.cli.main import main
 
 main()

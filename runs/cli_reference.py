@@ -12,7 +12,7 @@ from typer.models import OptionInfo
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # works from a checkout, installed or not
 
-from aquiline.cli import app  # noqa: E402
+from aquiline.cli.main import app  # noqa: E402
 
 OUT = ROOT / "docs" / "cli.md"
 VALUES = {int: "N", float: "X", Path: "PATH"}

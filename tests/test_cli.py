@@ -14,8 +14,9 @@ import safetensors.torch
 import torch
 import typer
 
-from aquiline import cli
 from aquiline.api import load_chat
+from aquiline.cli import decode, train
+from aquiline.cli import main as cli
 from aquiline.config import DEFAULT_TREE
 from aquiline.files import checkpoint
 from tests.test_api import folders, load, make_draft  # noqa: F401 (a fixture)
@@ -51,8 +52,8 @@ def test_the_flags_of_every_verb_are_these_and_no_others():
 
 def test_the_help_needs_no_pytorch():
     code = (
-        "import sys, aquiline.cli\n"
-        "try: aquiline.cli.main(['generate', '--help'])\n"
+        "import sys, aquiline.cli.main\n"
+        "try: aquiline.cli.main.main(['generate', '--help'])\n"
         "except SystemExit as e: assert e.code == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -146,8 +147,8 @@ def test_chat_keeps_the_conversation(aquiline, folders):  # noqa: F811
     plain, coloured = f"{first}\n{second}\n{first}\n", out[len(first + second + first) + 3 :]
     assert out.startswith(plain)
     third = model.generate([user("hi"), assistant(first), user("hi")], **settings).text
-    assert cli._paint("x", 1)[:5] in err  # the legend
-    for sequence in ("\x1b[0m", *(f"\x1b[{c}m" for c in cli._COLOURS)):
+    assert decode._paint("x", 1)[:5] in err  # the legend
+    for sequence in ("\x1b[0m", *(f"\x1b[{c}m" for c in decode._COLOURS)):
         coloured = coloured.replace(sequence, "")
     assert coloured == third + "\n"
     code, out, _ = aquiline("chat", *models(folders), "--max-new-tokens", 15, stdin=b"hi")  # ends without a line feed
@@ -155,11 +156,11 @@ def test_chat_keeps_the_conversation(aquiline, folders):  # noqa: F811
 
 
 def test_colours_tell_the_origin():
-    assert cli._paint("x", 0) == "x"
-    assert cli._paint("", 3) == ""
-    painted = {cli._paint("x", depth) for depth in range(1, 7)}
+    assert decode._paint("x", 0) == "x"
+    assert decode._paint("", 3) == ""
+    painted = {decode._paint("x", depth) for depth in range(1, 7)}
     assert len(painted) == 6
-    assert cli._paint("x", 99) in painted
+    assert decode._paint("x", 99) in painted
 
 
 @pytest.fixture
@@ -260,14 +261,14 @@ def test_training_end_to_end_and_after_kills(aquiline, folders, answers, tmp_pat
 
     # A kill between two saves, then a SIGTERM, then to the end: as if nothing had happened.
     cut = tmp_path / "cut"
-    report = cli._training_report
+    report = train._training_report
 
     def breaking(at, act):
         def make(bar):
             inner = report(bar)
             return lambda p: (inner(p), act() if p.step == at else None)[0]
 
-        monkeypatch.setattr(cli, "_training_report", make)
+        monkeypatch.setattr(train, "_training_report", make)
 
     class Killed(Exception):
         pass
@@ -287,7 +288,7 @@ def test_training_end_to_end_and_after_kills(aquiline, folders, answers, tmp_pat
     assert "stopped and saved" in err
     assert signal.getsignal(signal.SIGTERM) is before
     assert state(cut)["state"]["step"] == 7
-    monkeypatch.setattr(cli, "_training_report", report)
+    monkeypatch.setattr(train, "_training_report", report)
     assert aquiline(*train_arguments(folders, answers, cut))[0] == 0
     a, b = state(whole)["draft"], state(cut)["draft"]
     assert all(torch.equal(x, b[name]) for name, x in a.items())
@@ -318,7 +319,7 @@ def test_capture_layers_are_read_and_checked(aquiline, folders, answers, tmp_pat
 
 def test_a_command_line_is_recorded_without_paths():
     given = ["train", "/a/b/x.jsonl", "--out=/c/d/", "--epochs", "2"]
-    assert cli._plain_command(given) == ["train", "x.jsonl", "--out=d", "--epochs", "2"]
+    assert train._plain_command(given) == ["train", "x.jsonl", "--out=d", "--epochs", "2"]
 
 
 # ---------------------------------------------------------------- bad input
@@ -337,7 +338,7 @@ def check_refused(outcome, *words):
 
 
 def test_what_is_wrong_with_the_flags_is_said_before_anything_is_loaded(aquiline, monkeypatch):
-    monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(decode, "load_model", lambda *_: pytest.fail("loaded"))
     for arguments, words in {
         ("generate",): ("Missing argument", "aquiline generate --help"),
         ("generate", "hi", "--temprature", "1"): ("No such option", "--temprature"),
@@ -421,7 +422,7 @@ def test_an_interrupt_is_quiet(aquiline, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", interrupt)
+    monkeypatch.setattr(decode, "load_model", interrupt)
     code, out, err = aquiline("generate", "hi")
     assert (code, out) == (130, "")
     assert "Traceback" not in err

@@ -161,3 +161,17 @@ def test_every_captured_layer_starts_with_the_same_weight():
         size = float((x @ part.detach().t()).pow(2).mean(-1).sqrt().median())
         assert 0.4 < size < 0.8  # three layers of this size add up to about one
     assert torch.equal(draft.lm_head.weight, target.head_weight[draft.vocab.target_ids_W])
+
+
+def test_the_targets_features_are_computed_in_its_own_precision_whatever_the_draft_trains_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "fast_bf16", lambda _: True)
+    t = trainer(tmp_path)
+    assert t.run()  # features of training and held-out documents were needed on the way
+    seen = []
+    logits = type(t.target).logits
+    monkeypatch.setattr(
+        type(t.target), "logits", lambda self, last: seen.append(torch.is_autocast_enabled("cpu")) or logits(self, last)
+    )
+    loop.evaluate(t.draft, t.target, t.held_out, t.config, t.target.head_weight[t.draft.vocab.target_ids_W])
+    assert seen
+    assert not any(seen)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from aquiline import cli
+from aquiline.cli import main as cli
 from aquiline.config import UserError
 from aquiline.files import checkpoint
 from tests.test_api import make_draft, make_target

@@ -24,6 +24,7 @@ from aquiline.files.disk import read_json, write_json_atomic
 from aquiline.model.target import Target
 
 _ROWS = 256  # rows of full-vocabulary logits at a time
+_UNWRITTEN_TOKENS = 32_768  # features of so many tokens wait for one write to the disk
 
 
 @dataclass
@@ -73,6 +74,7 @@ class FeatureStore:
         self.target, self.documents = target, documents
         self.offsets = np.cumsum([0] + [len(d) for d in documents])
         self.arrays: dict[str, np.memmap[Any, Any]] | None = None
+        self._unwritten: set[int] = set()
         if folder is None:
             return
         total, width = int(self.offsets[-1]), target.config.hidden_size
@@ -118,7 +120,7 @@ class FeatureStore:
         """Features of these documents behind each other, in this order; missing ones are computed and kept."""
         if self.arrays is None:
             return compute(self.target, [self.documents[i] for i in numbers])
-        missing = [i for i in numbers if not self.arrays["present"][i]]
+        missing = [i for i in numbers if not self.arrays["present"][i] and i not in self._unwritten]
         if missing:
             self._put(missing, compute(self.target, [self.documents[i] for i in missing]))
         parts = [self._read(i) for i in numbers]
@@ -137,10 +139,22 @@ class FeatureStore:
             self.arrays["argmax"][rows] = features.argmax_T[here].int().numpy()
             self.arrays["logsumexp"][rows] = features.logsumexp_T[here].numpy()
             start += len(self.documents[i])
+        self._unwritten.update(numbers)
+        if sum(len(self.documents[i]) for i in self._unwritten) >= _UNWRITTEN_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until everything computed so far is on the disk, then count it as present.
+
+        In this order, so that what a kill or a power cut lost is computed again.
+        """
+        if self.arrays is None or not self._unwritten:
+            return
         for name, column in self.arrays.items():
             if name != "present":
                 column.flush()
-        self.arrays["present"][list(numbers)] = 1  # last, so that what a kill or a power cut lost is computed again
+        self.arrays["present"][list(self._unwritten)] = 1
+        self._unwritten.clear()
 
     def _read(self, i: int) -> Features:
         assert self.arrays is not None

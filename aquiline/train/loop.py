@@ -130,6 +130,12 @@ def make_pack(documents: Sequence[Document], features: Features, draft: Draft, t
     return Pack(ids, supervised, starts, features.aux_TA, features.last_TD, features.argmax_T, embeds)
 
 
+def autocast(draft: Draft) -> contextlib.AbstractContextManager[Any]:
+    """bf16 where it is native. For the unroll alone: the target's features keep the precision it decodes in."""
+    kind = draft.norm.weight.device.type
+    return torch.autocast(kind, torch.bfloat16) if fast_bf16(kind) else contextlib.nullcontext()
+
+
 @dataclass
 class Evaluation:
     """Of held-out greedy documents: per-step accuracy over the full target vocabulary, and the walk."""
@@ -149,9 +155,10 @@ def evaluate(
     loss, rows, right, counted = ([0.0] * config.ttt_steps for _ in range(4))
     for i, document in enumerate(store.documents):
         pack = make_pack([document], store.get([i]), draft, target)
-        _, stats = unroll(
-            draft, pack, head_rows_WD, config.ttt_steps, config.ttt_decay, skip_outside=config.skip_outside
-        )
+        with autocast(draft):
+            _, stats = unroll(
+                draft, pack, head_rows_WD, config.ttt_steps, config.ttt_decay, skip_outside=config.skip_outside
+            )
         assert stats.right_KT is not None
         assert stats.counted_KT is not None
         # Decoding starts once a reply's first token is there: rows that embed a prompt's token do not count.
@@ -228,7 +235,7 @@ class Trainer:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * share
                 optimizer.zero_grad()
-            with self._autocast():
+            with autocast(self.draft):
                 loss, stats = unroll(
                     self.draft, pack, head_rows_WD, config.ttt_steps, config.ttt_decay, skip_outside=config.skip_outside
                 )
@@ -272,13 +279,8 @@ class Trainer:
                 step += 1
             epoch += 1
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        kind = self.draft.norm.weight.device.type
-        return torch.autocast(kind, torch.bfloat16) if fast_bf16(kind) else contextlib.nullcontext()
-
     def _evaluate(self, state: dict[str, Any], head_rows_WD: Tensor, progress: Progress) -> Evaluation:
-        with self._autocast():
-            evaluation = evaluate(self.draft, self.target, self.held_out, self.config, head_rows_WD)
+        evaluation = evaluate(self.draft, self.target, self.held_out, self.config, head_rows_WD)
         state["history"].append(
             {
                 "step": progress.step,

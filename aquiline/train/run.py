@@ -150,7 +150,11 @@ class TrainingRun:
             report=report,
             record=self.record,
         )
-        complete = trainer.run(stop)
+        try:
+            complete = trainer.run(stop)
+        finally:
+            store.flush()
+            held_out.flush()
         require(
             not complete or (self.head / "config.json").is_file(),
             f"the run in {self.out} is complete, but its head, {self.head}, is gone; "

@@ -1,0 +1,1 @@
+"""The command line. Flags and printing live here and nowhere else."""

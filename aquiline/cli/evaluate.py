@@ -1,0 +1,114 @@
+"""`eval`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from aquiline.cli.shared import (
+    DeviceFlag,
+    DraftFlag,
+    DtypeFlag,
+    SeedFlag,
+    TargetFlag,
+    TemperatureFlag,
+    TokensFlag,
+    TreeFlag,
+    app,
+    check_writable,
+    load_model,
+    print_json,
+    progress,
+)
+from aquiline.config import DEFAULT_TREE, EvalConfig, TreeConfig, require
+
+
+@app.command("eval")
+def evaluate(
+    files: Annotated[list[Path], typer.Argument(help="JSONL with 'turns' or 'messages'; the task is the file's stem.")],
+    json_out: Annotated[
+        str | None, typer.Option("--json", help="Write the record there; '-' is stdout.", metavar="OUT")
+    ] = None,
+    target: TargetFlag = "default",
+    draft: DraftFlag = "default",
+    max_new_tokens: TokensFlag = EvalConfig.max_new_tokens,
+    temperature: TemperatureFlag = EvalConfig.temperature,
+    seed: SeedFlag = EvalConfig.seed,
+    tree: TreeFlag = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Prompts per file. [default: all]")] = EvalConfig.limit,
+    no_plain: Annotated[bool, typer.Option("--no-plain", help="Leave plain decoding out: tau only.")] = False,
+    device: DeviceFlag = None,
+    dtype: DtypeFlag = None,
+) -> None:
+    """Measure acceptance and speed: every prompt with and without the draft, in turn."""
+    shape = DEFAULT_TREE if tree is None else TreeConfig.parse(tree)
+    config = EvalConfig(shape, max_new_tokens, temperature, seed, limit, not no_plain)
+    require(draft != "none", "eval needs a draft to measure; leave --draft none out")
+    if json_out not in (None, "-"):
+        given = {path.resolve() for path in files}
+        require(Path(json_out).resolve() not in given, f"--json {json_out} would overwrite a prompt file")
+        require(
+            not json_out.endswith(".jsonl"),
+            f"--json {json_out} looks like a prompt file; --json takes the file that the record is written to",
+        )
+        check_writable(Path(json_out))
+    from aquiline.measure import tasks
+
+    prompts: dict[str, list[tasks.Prompt]] = {}
+    for path in files:
+        name = tasks.task_name(path)
+        require(name not in prompts, f"two files are named {name}, and a task is named after its file; rename one")
+        prompts[name] = tasks.read_prompts(path, limit)
+    model = load_model(target, draft, dtype, device)
+    from aquiline.files.disk import write_json_atomic
+    from aquiline.measure import evaluate as measure
+
+    rendered = {name: measure.render(model, name, asked) for name, asked in prompts.items()}
+    measure.warm_up(model, next(iter(rendered.values()))[0].ids, config)
+    blocks = {}
+    for name, asked in rendered.items():
+        with progress() as bar:
+            task = bar.add_task(name, total=len(asked), note="")
+            done: list[measure.Comparison] = []
+            for comparison in measure.compare(model, asked, config):
+                done.append(comparison)
+                tau = comparison.result.tau
+                bar.update(task, advance=1, note="" if tau is None else f"tau {tau:.2f}")
+        blocks[name] = measure.summarise(done, config, model.draft)
+    record = measure.make_record(model, config, prompts, blocks)
+    if json_out == "-":
+        print_json(record)
+    elif json_out is not None:
+        write_json_atomic(json_out, record)
+    Console(stderr=json_out == "-").print(_eval_table(record))
+
+
+def _eval_table(record: dict[str, Any]) -> Table:
+    s = record["settings"]
+    table = Table(
+        title=f"{s['target']}, draft {s['draft']}, tree {s['tree']}, {s['dtype']} on {record['machine']['cpu']}"
+    )
+    table.add_column("task")
+    for name in ("prompts", "tau", "tokens/s", "plain", "speed-up (min to max)", "equal"):
+        table.add_column(name, justify="right")
+
+    def cell(value: float | None, form: str = ".2f") -> str:
+        return "-" if value is None else format(value, form)
+
+    for name, t in record["tasks"].items():
+        low, high = t.get("speedup_min"), t.get("speedup_max")
+        spread = "" if low is None else f" ({low:.2f} to {high:.2f})"
+        table.add_row(
+            name,
+            str(t["prompts"]),
+            cell(t["tau"]),
+            cell(t["tokens_per_second"], ".1f"),
+            cell(t.get("plain_tokens_per_second"), ".1f"),
+            cell(t.get("speedup_median")) + spread,
+            cell(t.get("equal_share")),
+        )
+    mean = record["mean"]
+    table.add_row("mean", "", cell(mean.get("tau")), "", "", cell(mean.get("speedup_median")), "", style="bold")
+    return table

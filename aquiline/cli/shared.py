@@ -1,0 +1,107 @@
+"""What the verbs share: the app, common flags, messages, and how results are printed.
+
+PyTorch and all that needs it is imported inside the verbs, so that `--help` and a bad flag answer at once. Results go
+to stdout, everything about them to stderr. What the user can mend is one line on stderr and exit code 2.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, UserError, require
+
+if TYPE_CHECKING:
+    from aquiline.api import Model
+
+app = typer.Typer(
+    help="Train, prove and run EAGLE-3 draft heads: the target's own text, in fewer passes.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+TargetFlag = Annotated[str, typer.Option("--target", help="Folder, .gguf file, hub id or 'default'.")]
+DraftFlag = Annotated[str, typer.Option("--draft", help="Folder, hub id, 'default', 'ngram' or 'none'.")]
+DtypeFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", help="bfloat16, float16 or float32. [default: the weights' own where it is fast, else float32]"
+    ),
+]
+DeviceFlag = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [default: cuda if there]")]
+TreeFlag = Annotated[
+    str | None,
+    typer.Option("--tree", help=f"DEPTH:TOPK:NODES; a chain of D is D:1:D. [default: {DEFAULT_TREE}]"),
+]
+TokensFlag = Annotated[int, typer.Option("--max-new-tokens", help="The most tokens of a reply.")]
+SystemFlag = Annotated[str | None, typer.Option("--system", help="A system message.")]
+TemperatureFlag = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopKFlag = Annotated[int, typer.Option("--top-k", help="0 is off.")]
+TopPFlag = Annotated[float, typer.Option("--top-p")]
+MinPFlag = Annotated[float, typer.Option("--min-p")]
+RepetitionFlag = Annotated[float, typer.Option("--repetition-penalty", help="Over prompt and output; 1 is off.")]
+PresenceFlag = Annotated[float, typer.Option("--presence-penalty", help="Over output.")]
+FrequencyFlag = Annotated[float, typer.Option("--frequency-penalty", help="Over output.")]
+SeedFlag = Annotated[int, typer.Option("--seed", help="Same seed, same text, with and without a draft.")]
+
+
+def check_settings(max_new_tokens: int, tree: str | None, draft: str, **sampling: Any) -> dict[str, Any]:
+    """The settings of a request; what is wrong with them is refused before anything is loaded."""
+    SamplingConfig(**sampling)
+    Limits(max_new_tokens)
+    if tree is not None:
+        TreeConfig.parse(tree)
+        require(draft != "none", f"--tree {tree} was given with --draft none; leave one of them out")
+    return sampling | {"max_new_tokens": max_new_tokens, "tree": tree}
+
+
+def load_model(target: str, draft: str, dtype: str | None, device: str | None) -> "Model":
+    from aquiline import api
+
+    model = api.load(target, draft, dtype=dtype, device=device)
+    note(f"{model.target_name}, draft {model.draft_name}, {model.dtype} on {model.target.device}")
+    return model
+
+
+def piped(data: bytes) -> str:
+    """A piped prompt; the line end that `echo` adds is not part of it."""
+    text = decoded(data)
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin is not UTF-8 text: {error}") from error
+
+
+def check_writable(path: Path) -> None:
+    """UserError now rather than after the work."""
+    require(not path.exists() or path.is_file(), f"{path} exists and is no file; give a file, or '-' for stdout")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value), flush=True)  # in ASCII: stdout may be in any encoding
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal)

@@ -1,0 +1,166 @@
+"""`train`, and `export-target`, which gives other trainers and engines the same target."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from aquiline.cli.shared import (
+    DtypeFlag,
+    TargetFlag,
+    app,
+    note,
+    progress,
+)
+from aquiline.config import TrainConfig, require
+
+if TYPE_CHECKING:
+    from aquiline.train import loop
+    from aquiline.train.run import TrainingRun
+
+
+@app.command()
+def train(
+    data: Annotated[list[Path], typer.Argument(help="JSONL: stored answers, or conversations with 'messages'.")],
+    out: Annotated[Path, typer.Option("--out", help="The run's folder; the head is in OUT/head.")],
+    target: TargetFlag = "default",
+    features: Annotated[
+        Path | None, typer.Option("--features", help="Keep the target's features there. [default: computed each time]")
+    ] = None,
+    capture_after: Annotated[
+        str | None, typer.Option("--capture-after", help="Layers A,B,C whose output the draft reads.")
+    ] = None,
+    epochs: Annotated[float, typer.Option("--epochs")] = TrainConfig.epochs,
+    batch_tokens: Annotated[int, typer.Option("--batch-tokens", help="Of one update.")] = TrainConfig.batch_tokens,
+    max_length: Annotated[int, typer.Option("--max-length", help="Rows are cut there.")] = TrainConfig.max_length,
+    ttt_steps: Annotated[int, typer.Option("--ttt-steps", help="Steps of the unroll.")] = TrainConfig.ttt_steps,
+    draft_vocab_size: Annotated[int, typer.Option("--draft-vocab-size")] = TrainConfig.draft_vocab_size,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="muon or adamw.")] = TrainConfig.optimizer,
+    learning_rate: Annotated[float, typer.Option("--learning-rate")] = TrainConfig.learning_rate,
+    adamw_learning_rate: Annotated[
+        float, typer.Option("--adamw-learning-rate", help="Of what muon leaves to AdamW.")
+    ] = TrainConfig.adamw_learning_rate,
+    held_out: Annotated[
+        int, typer.Option("--held-out", help="Greedy rows kept apart to measure tau.")
+    ] = TrainConfig.held_out,
+    eval_every: Annotated[int, typer.Option("--eval-every", help="Updates.")] = TrainConfig.eval_every,
+    save_every: Annotated[int, typer.Option("--save-every", help="Updates.")] = TrainConfig.save_every,
+    seed: Annotated[int, typer.Option("--seed")] = TrainConfig.seed,
+    dtype: DtypeFlag = None,
+) -> None:
+    """Train a head. The same command goes on where a stopped run left off."""
+    config = TrainConfig(
+        optimizer=optimizer, learning_rate=learning_rate, adamw_learning_rate=adamw_learning_rate,
+        ttt_steps=ttt_steps, batch_tokens=batch_tokens, max_length=max_length, epochs=epochs,
+        draft_vocab_size=draft_vocab_size, eval_every=eval_every, save_every=save_every, held_out=held_out, seed=seed,
+    )  # fmt: skip
+    layers = None if capture_after is None else _layers(capture_after)
+    from aquiline import api
+    from aquiline.train.run import TrainingRun
+
+    kind = api.pick_dtype(dtype, target, api.pick_device("cpu"))
+    chat = api.load_chat(target)
+    run = TrainingRun.prepare(
+        data, out, target, chat, config,
+        dtype=kind, capture_after=layers, features=features, command=["aquiline", *_plain_command(sys.argv[1:])],
+    )  # fmt: skip
+    _print_run(run)
+    stopped: list[int] = []
+    with progress() as bar:
+        report = _training_report(bar)
+        before = {
+            s: signal.signal(s, lambda number, _: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            complete = run.run(report, lambda: bool(stopped))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if not complete:
+        note(f"stopped and saved in {out}; the same command goes on from there")
+        raise typer.Exit(128 + stopped[0])
+    note(f"complete; the head is {run.head}")
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    require(all(p.isdecimal() for p in parts), f"--capture-after {text!r} is not layers A,B,C; for example 1,14,26")
+    return tuple(int(p) for p in parts)
+
+
+def _plain_command(arguments: Sequence[str]) -> list[str]:
+    """A command line without this machine's paths: of each, the last part."""
+    return [a if os.sep not in a else a[: a.find("=") + 1] + os.path.basename(a.rstrip(os.sep)) for a in arguments]
+
+
+def _print_run(run: "TrainingRun") -> None:
+    from aquiline.data.features import FeatureStore
+
+    table = Table(title="what the draft computes with")
+    for name in ("tensor", "shape", "", "from"):
+        table.add_column(name, no_wrap=name == "tensor")
+    for row in run.tensors():
+        table.add_row(*row)
+    console = Console(stderr=True)
+    console.print(table)
+    data, target = run.record["data"], run.target
+    needed = FeatureStore.bytes_needed(target, data["tokens"] + sum(map(len, run.held_out)))
+    kept = f"kept in {run.features}" if run.features else "computed each time (--features would keep them)"
+    note(f"target {run.info.target} in {run.info.target_dtype}, captured after layers {list(target.capture_after)}")
+    note(
+        f"{data['documents']} documents, {data['tokens']} tokens, {data['supervised_tokens']} of them supervised; "
+        f"{data['held_out']} held out; {data['cut']} cut at the longest length, {data['dropped']} dropped with nothing "
+        "supervised left"
+    )
+    note(
+        f"draft vocabulary {run.config.draft_vocab_size}: {data['coverage']:.1%} of the supervised tokens; "
+        f"longest row {run.draft.config.trained_length}"
+    )
+    note(f"features: {needed / 2**30:.2f} GiB on disk, {kept}")
+    if (run.out / "state" / "state.pt").exists():
+        note(f"going on from the state in {run.out}")
+
+
+def _training_report(bar: Progress) -> "Callable[[loop.Progress], None]":
+    """Show every update on a terminal; elsewhere, for a log, a line now and then and at every evaluation."""
+    task = bar.add_task("training", total=None, note="")
+    tau = ""
+
+    def report(progress: "loop.Progress") -> None:
+        nonlocal tau
+        if progress.evaluation is not None and progress.evaluation.tau is not None:
+            tau = f" · tau {progress.evaluation.tau:.3f}"
+        accuracy = " ".join(f"{a:.2f}" for a in progress.accuracy)
+        skipped = f" · {progress.skipped} updates skipped, not finite" if progress.skipped else ""
+        line = f"loss {progress.loss:.3f} · accuracy {accuracy}{tau}{skipped}"
+        bar.update(task, completed=progress.step, total=progress.total, note=line)
+        if bar.disable and (progress.evaluation is not None or progress.step % 10 == 0 or progress.step == 1):
+            note(f"{progress.step}/{progress.total} · {progress.seconds / 60:.1f} min · {line}")
+
+    return report
+
+
+@app.command("export-target")
+def export_target(
+    target: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or 'default'.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+) -> None:
+    """Write a target and its tokenizer, in bf16, as a folder that Transformers and other engines load."""
+    require(
+        not out.exists() or (out.is_dir() and not any(out.iterdir())),
+        f"{out} exists and is not empty; give a new folder",
+    )
+    import torch
+
+    from aquiline import api
+    from aquiline.files import checkpoint
+
+    checkpoint.export_target(api.load_target(target, torch.bfloat16), api.load_chat(target), out)
+    note(f"{checkpoint.target_name(target)} written to {out}")
