@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from aquiline.config import UserError
+from aquiline.data import features
 from aquiline.data.dataset import Document, hold_out, packs, token_counts
 from aquiline.data.features import FeatureStore, compute
 from tests.conftest import tiny_target
@@ -34,15 +35,15 @@ def test_features_do_not_depend_on_the_company():
 def test_the_teacher_is_the_targets_full_vocabulary():
     target = tiny_target()
     d = document(10, 3)
-    features = compute(target, [d])
-    logits = target.logits(features.last_TD)
+    got = compute(target, [d])
+    logits = target.logits(got.last_TD)
     for p in range(9):
         if bool(d.supervised[p + 1]):
-            assert int(features.argmax_T[p]) == int(logits[p].argmax())
-            assert float(features.logsumexp_T[p]) == pytest.approx(float(logits[p].logsumexp(0)), abs=1e-4)
+            assert int(got.argmax_T[p]) == int(logits[p].argmax())
+            assert float(got.logsumexp_T[p]) == pytest.approx(float(logits[p].logsumexp(0)), abs=1e-4)
         else:
-            assert int(features.argmax_T[p]) == -1
-    assert int(features.argmax_T[9]) == -1  # nothing follows the last token
+            assert int(got.argmax_T[p]) == -1
+    assert int(got.argmax_T[9]) == -1  # nothing follows the last token
 
 
 def test_store_returns_what_was_computed_in_any_order_and_after_reopening(tmp_path):
@@ -50,6 +51,7 @@ def test_store_returns_what_was_computed_in_any_order_and_after_reopening(tmp_pa
     docs = [document(7 + i, i) for i in range(4)]
     store = FeatureStore(tmp_path / "f", target, docs, "w")
     store.get([2, 0])
+    store.flush()
     again = FeatureStore(tmp_path / "f", target, docs, "w")
     assert again.arrays["present"].tolist() == [1, 0, 1, 0]
     for order in ([0, 1, 2, 3], [3, 1], [2]):
@@ -102,10 +104,27 @@ def test_columns_that_are_lost_or_cut_are_noticed(tmp_path, column):
 
 def test_a_document_is_present_only_after_its_columns_reached_the_disk(tmp_path, monkeypatch):
     store = FeatureStore(tmp_path / "f", tiny_target(), [document(8, 0)], "w")
-    monkeypatch.setattr("numpy.memmap.flush", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        store.get([0])
+    store.get([0])
     assert store.arrays["present"].tolist() == [0]
+    with monkeypatch.context() as patched:
+        patched.setattr("numpy.memmap.flush", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.flush()
+    assert store.arrays["present"].tolist() == [0]
+    store.flush()
+    assert store.arrays["present"].tolist() == [1]
+
+
+def test_features_reach_the_disk_when_enough_of_them_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(features, "_UNWRITTEN_TOKENS", 17)
+    store = FeatureStore(tmp_path / "f", tiny_target(), [document(8, 0), document(8, 1), document(8, 2)], "w")
+    computed = []
+    monkeypatch.setattr(features, "compute", lambda *a: computed.append(1) or compute(*a))
+    for i in (0, 1, 0):
+        store.get([i])
+    assert (store.arrays["present"].tolist(), len(computed)) == ([0, 0, 0], 2)  # waiting ones are not computed again
+    store.get([2])
+    assert store.arrays["present"].tolist() == [1, 1, 1]
 
 
 def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
