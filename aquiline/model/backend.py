@@ -1,38 +1,44 @@
-"""How a projection is executed: plain PyTorch, or weights packed once for the CPU's matrix kernels. One door.
+"""How a pass is executed: plain PyTorch, or `kernel.cpp`, compiled once for this CPU. One door.
 
-Packing uses operators that PyTorch keeps private, so they are tried once per dtype against `F.linear` on this very
-machine and used only when they exist and agree; otherwise everything runs through plain PyTorch, only slower.
+Plain PyTorch always works, and is what trains. For decoding on a CPU the kernel takes over where a C++ compiler is
+there: it reads packed weights once per pass and makes a token's numbers independent of what else is in the pass.
+
+Shapes: M tokens of a pass (B rows of N), D width, L layers, G kv heads, E head width, O own tokens the mask speaks of.
 """
 
+import ctypes
 import functools
+import hashlib
 import os
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_PACK_HINT = 16  # rows the packed layout is chosen for; measured equal for 1 to 64
+from aquiline.config import AquilineWarning
+from aquiline.model.kv_cache import KVCache
+
+_SOURCE = Path(__file__).with_name("kernel.cpp")
+_FLAGS = ["-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi"]
+_BLOCK, _STEP = 16, 32  # outputs of a packed block; inputs are padded to a multiple of the other
 
 
 @functools.cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's packed linear exists for `dtype` and agrees with `F.linear`."""
-    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
-        return False
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of the CPU as Linux names them; none where that is not known."""
     try:
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(48, 32, generator=generator).to(dtype)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_HINT)
-        for rows in (1, 3, 40):
-            x = torch.randn(rows, 32, generator=generator).to(dtype)
-            got = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-            if not torch.allclose(
-                got.float(), F.linear(x, weight).float(), rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-4
-            ):
-                return False
-    except (AttributeError, RuntimeError, TypeError):  # another PyTorch, or a CPU without the kernels
-        return False
-    return True
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            return frozenset(w for line in f if line.startswith(("flags", "Features")) for w in line.split()[2:])
+    except OSError:
+        return frozenset()
 
 
 @functools.cache
@@ -42,37 +48,310 @@ def fast_bf16(device_type: str) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device_type != "cpu" or "ONEDNN_MAX_CPU_ISA" in os.environ:  # told to do without the newer units
         return False
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})  # the last one on 64-bit Arm
+
+
+# ---------------------------------------------------------------- the compiled kernel
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inp", ctypes.c_int32),
+        ("out", ctypes.c_int32),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("input_norm", "feature_norm", "q_norm", "k_norm", "post_norm")),
+        *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        ("final_norm", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "num_layers",
+                "width",
+                "inner",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "bf16",
+                "amx",
+                "normed_residual",
+            )
+        ),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("residual", "embeds", "cos", "sin", "past_keys", "past_values")),
+        *((n, ctypes.c_void_p) for n in ("past_offsets", "past_lengths")),
+        *((n, ctypes.c_int64) for n in ("past_layer_stride", "past_head_stride")),
+        ("mask", ctypes.c_void_p),
+        ("mask_row_stride", ctypes.c_int64),
+        *((n, ctypes.c_void_p) for n in ("own_keys", "own_values")),
+        *((n, ctypes.c_int32) for n in ("rows", "tokens", "own")),
+        ("capture", ctypes.c_void_p),
+        *((n, ctypes.c_int32) for n in ("num_captured", "threads")),
+        *((n, ctypes.c_void_p) for n in ("aux", "feature", "last")),
+    ]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel; None where it cannot be had (AQUILINE_KERNEL=off, no compiler, not Linux on x86)."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if os.environ.get("AQUILINE_KERNEL") == "off" or not {"avx2", "fma"} <= cpu_flags():
+        return None
+    if compiler is None:
+        warnings.warn(
+            "no C++ compiler was found: decoding goes through PyTorch, about half as fast; install g++",
+            AquilineWarning,
+            stacklevel=2,
+        )
+        return None
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            words = {word for line in f if line.startswith(("flags", "Features")) for word in line.split()}
-    except OSError:  # not Linux: not known
-        return False
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})  # the last one on 64-bit Arm
+        lib = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        warnings.warn(
+            f"the CPU kernel cannot be built ({str(detail).strip()[:300]}): decoding goes through PyTorch, slower",
+            AquilineWarning,
+            stacklevel=2,
+        )
+        return None
+    lib.aq_linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    lib.aq_linear.argtypes += [ctypes.c_void_p, ctypes.c_int]
+    return lib
 
 
-class PackedLinear:
-    """One or more weights `[out_i, in]` that read the same input, stacked, as one projection.
+def _built(compiler: str) -> Path:
+    """The shared library in the user's cache, compiled when it is not there yet."""
+    openmp = _openmp()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    parts = [_SOURCE.read_text("utf-8"), version, " ".join(_FLAGS), " ".join(sorted(cpu_flags())), str(openmp)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aquiline"
+    path = folder / f"kernel-{key}.so"
+    if path.is_file():
+        return path
+    warnings.warn(f"compiling the CPU kernel into {folder}, once, some seconds", AquilineWarning, stacklevel=2)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as build:
+        unlinked, linked = Path(build) / "kernel.o", Path(build) / "kernel.so"
+        for command in (
+            [compiler, *_FLAGS, "-fopenmp", "-c", str(_SOURCE), "-o", str(unlinked)],
+            [compiler, "-shared", str(unlinked), "-o", str(linked), *([str(openmp)] if openmp else ["-fopenmp"])],
+        ):
+            subprocess.run(command, capture_output=True, text=True, check=True)
+        linked.replace(path)
+    return path
 
-    Holds only the packed copy; the caller may free the originals.
-    """
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor | None]) -> None:
-        weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
-        self.out_features, self.in_features = weight.shape
-        self.bias = None
+def _openmp() -> Path | None:
+    """The OpenMP runtime that PyTorch has loaded: with a second one, two pools of threads would fight for the cores."""
+    try:
+        maps = Path("/proc/self/maps").read_text("utf-8")
+    except OSError:
+        return None
+    found = sorted(set(re.findall(r"/\S*/libgomp[^/\s]*\.so[^/\s]*$", maps, re.M)))
+    return Path(found[0]) if found else None
+
+
+@functools.cache
+def _amx() -> bool:
+    lib = library()
+    return lib is not None and fast_bf16("cpu") and bool(lib.aq_amx())
+
+
+def usable(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel computes this dtype on this device."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and library() is not None
+
+
+def _blocks(weight: Tensor) -> Tensor:
+    """`[out, in]` to `[out / 16, 16, in]`, both padded with zeros."""
+    out, inp = weight.shape
+    padded = F.pad(weight.detach(), (0, -inp % _STEP, 0, -out % _BLOCK))
+    return padded.view(-1, _BLOCK, padded.shape[1])
+
+
+def _packed(blocks: Tensor) -> Tensor:
+    """Blocks as the kernel reads them: the 16 outputs side by side, for bf16 two inputs of each."""
+    if blocks.dtype == torch.bfloat16:
+        return blocks.unflatten(2, (-1, 2)).permute(0, 2, 1, 3).contiguous()
+    return blocks.permute(0, 2, 1).contiguous()
+
+
+class Weights:
+    """A projection packed for the kernel."""
+
+    def __init__(self, packed: Tensor, bias: Tensor | None, inp: int, out: int) -> None:
+        self.tensor, self.bias = packed, None if bias is None else bias.float().contiguous()
+        self.dtype = packed.dtype
+        self.struct = _Linear(packed.data_ptr(), self.bias.data_ptr() if self.bias is not None else None, inp, out)
+
+    @staticmethod
+    def stacked(weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> "Weights":
+        """Projections `[out_i, in]` that read the same input, one below the other."""
+        weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0]
+        bias = None
         if any(b is not None for b in biases):
-            parts = [
-                torch.zeros(len(w), dtype=w.dtype, device=w.device) if b is None else b.detach()
-                for w, b in zip(weights, biases, strict=True)
-            ]
-            self.bias = torch.cat(parts)
-        self.packed = weight.device.type == "cpu" and can_pack(weight.dtype)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_HINT) if self.packed else weight
+            bias = torch.cat(
+                [w.new_zeros(len(w)) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
+            )
+        return Weights(_packed(_blocks(weight)), bias, weight.shape[1], weight.shape[0])
+
+    @staticmethod
+    def alternating(gate: Tensor, up: Tensor, biases: Sequence[Tensor | None] = (None, None)) -> "Weights":
+        """Gate and up: a block of one, then a block of the other."""
+        pairs = torch.stack((_blocks(gate), _blocks(up)), dim=1).flatten(0, 1)
+        bias = None
+        if biases[0] is not None and biases[1] is not None:
+            bias = torch.stack([_blocks(b[:, None])[..., 0] for b in biases if b is not None], dim=1).flatten()
+        return Weights(_packed(pairs), bias, gate.shape[1], _BLOCK * len(pairs))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
-        if not self.packed:
-            return F.linear(x, self.weight, self.bias)
-        flat = x.reshape(-1, self.in_features)
-        out = torch.ops.mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")
-        return out.view(*x.shape[:-1], self.out_features)
+        """`[..., in]` in the weights' dtype to float32 `[..., out]`."""
+        lib = library()
+        assert lib is not None
+        flat = x.detach().to(self.dtype).reshape(-1, x.shape[-1]).contiguous()
+        out = torch.empty(len(flat), self.struct.out)
+        bf16 = self.dtype == torch.bfloat16
+        lib.aq_linear(
+            ctypes.byref(self.struct), flat.data_ptr(), len(flat), bf16, _amx(), out.data_ptr(), torch.get_num_threads()
+        )
+        return out.view(*x.shape[:-1], self.struct.out)
+
+
+@dataclass
+class LayerWeights:
+    """One block, packed. `feature_norm` makes it a draft's: attention reads embedding and feature side by side."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Weights
+    o: Weights
+    gate_up: Weights
+    down: Weights
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    feature_norm: Tensor | None = None
+
+
+@dataclass
+class DecoderOutput:
+    """In the weights' dtype."""
+
+    feature_BND: Tensor  # the last layer's output
+    last_BND: Tensor  # after the final norm
+    aux_BNA: Tensor
+    keys_LBGNE: Tensor
+    values_LBGNE: Tensor
+
+
+class Decoder:
+    """A stack of blocks that runs in the kernel."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        final_norm: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        inner: int,
+        eps: float,
+        normed_residual: bool = False,
+    ) -> None:
+        self.dtype = layers[0].qkv.dtype
+        self._kept: list[object] = [layers]
+        self._layers = (_Layer * len(layers))()
+        for struct, layer in zip(self._layers, layers, strict=True):
+            for name in ("input_norm", "feature_norm", "q_norm", "k_norm", "post_norm"):
+                setattr(struct, name, self._vector(getattr(layer, name)))
+            for name in ("qkv", "o", "gate_up", "down"):
+                setattr(struct, name, getattr(layer, name).struct)
+        self._shape = (len(layers), kv_heads, head_dim, len(final_norm))
+        self._model = _Model(
+            self._layers, self._vector(final_norm), len(layers), len(final_norm), inner, heads, kv_heads, head_dim,
+            self.dtype == torch.bfloat16, _amx(), normed_residual, eps,
+        )  # fmt: skip
+
+    def _vector(self, weight: Tensor | None) -> int | None:
+        if weight is None:
+            return None
+        values = weight.detach().float().contiguous()
+        self._kept.append(values)
+        return values.data_ptr()
+
+    def __call__(
+        self,
+        residual_BND: Tensor,
+        cos_BN1E: Tensor,
+        sin_BN1E: Tensor,
+        mask_BNO: Tensor | None,
+        cache: KVCache | None,
+        slots: list[int] | None,
+        *,
+        embeds_BND: Tensor | None = None,
+        earlier_LBGOE: tuple[Tensor, Tensor] | None = None,
+        capture_after: Sequence[int] = (),
+    ) -> DecoderOutput:
+        """One pass over B rows of N tokens. `mask_BNO` is True where token n may see own token o: those drafted
+        `earlier` in the cycle, then the N of this pass; None is causal. All kept tokens of a row are visible.
+        """
+        lib = library()
+        assert lib is not None
+        L, G, E, D = self._shape
+        B, N = residual_BND.shape[:2]
+        earlier = 0 if earlier_LBGOE is None else earlier_LBGOE[0].shape[3]
+        own = earlier + N
+        keys, values = (torch.empty(L, B, G, own, E, dtype=self.dtype) for _ in range(2))
+        if earlier_LBGOE is not None:
+            keys[..., :earlier, :], values[..., :earlier, :] = earlier_LBGOE
+        floats = [None if x is None else x.detach().float().contiguous() for x in (residual_BND, embeds_BND)]
+        cos, sin = (x.float().expand(B, N, 1, E).contiguous() for x in (cos_BN1E, sin_BN1E))
+        mask = None if mask_BNO is None else mask_BNO.contiguous()
+        assert mask is None or mask.shape[1:] == (N, own)
+        aux = torch.empty(B, N, len(capture_after) * D, dtype=self.dtype)
+        feature, last = torch.empty(B, N, D, dtype=self.dtype), torch.empty(B, N, D, dtype=self.dtype)
+        captured = torch.tensor(list(capture_after), dtype=torch.int32)
+        lengths = [0] * B if cache is None or slots is None else [cache.lengths[s] for s in slots]
+        past_lengths = torch.tensor(lengths, dtype=torch.int32)
+        past_keys, past_values, offsets, strides = None, None, [0] * B, (0, 0)
+        if cache is not None and slots is not None:
+            stride = cache.keys_LRGSE.stride()
+            assert stride[3:] == (E, 1)
+            past_keys, past_values = cache.keys_LRGSE.data_ptr(), cache.values_LRGSE.data_ptr()
+            offsets, strides = [slot * stride[1] for slot in slots], (stride[0], stride[2])
+        past_offsets = torch.tensor(offsets, dtype=torch.int64)
+        lib.aq_forward(
+            ctypes.byref(self._model),
+            ctypes.byref(
+                _Pass(
+                    _pointer(floats[0]), _pointer(floats[1]), _pointer(cos), _pointer(sin), past_keys, past_values,
+                    _pointer(past_offsets), _pointer(past_lengths), *strides,
+                    _pointer(mask), 0 if mask is None or len(mask) == 1 else N * own,
+                    _pointer(keys), _pointer(values), B, N, own,
+                    _pointer(captured), len(captured), torch.get_num_threads(),
+                    _pointer(aux), _pointer(feature), _pointer(last),
+                )
+            ),
+        )  # fmt: skip
+        return DecoderOutput(feature, last, aux, keys[..., earlier:, :], values[..., earlier:, :])
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

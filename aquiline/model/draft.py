@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.config import DraftConfig
-from aquiline.model.backend import PackedLinear
+from aquiline.model.backend import Decoder, Weights, usable
 from aquiline.model.kv_cache import KVCache
-from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, pack
+from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
 from aquiline.model.vocab import VocabMap
 
 
@@ -82,8 +82,9 @@ class Draft(nn.Module):
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size) if c.own_embedding else None
         self.rotary = Rotary(c.rope, c.head_dim, c.max_positions)
-        self._fc: PackedLinear | None = None
-        self._head: PackedLinear | None = None
+        self._fc: Weights | None = None  # set by `pack`, as the next two
+        self._head: Weights | None = None
+        self._decoder: Decoder | None = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Draft":
         super()._apply(fn, recurse)
@@ -111,7 +112,7 @@ class Draft(nn.Module):
         if self.fc_norm is not None:
             parts = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(aux) if self._fc is None else self._fc(aux)
+        return self.fc(aux) if self._fc is None else self._fc(aux).to(self.dtype)
 
     def outputs(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output h to (the feature fed back, what `lm_head` reads)."""
@@ -131,6 +132,13 @@ class Draft(nn.Module):
         """One pass. `tree_keys_values` `[1, B, G, M-N, E]` are the keys and values of nodes drafted earlier in this
         cycle; they are never in the cache, and `mask_BNM` speaks of them first, then of the pass's own tokens.
         """
+        if self._decoder is not None:
+            cos, sin = self.rotary(positions_BN, torch.float32)
+            out = self._decoder(
+                g_BNH, cos, sin, mask_BNM, cache, slots, embeds_BND=embeds_BNH, earlier_LBGOE=tree_keys_values
+            )
+            feature = out.last_BND if self.config.norm_output else out.feature_BND
+            return DraftOutput(feature, out.last_BND, out.keys_LBGNE, out.values_LBGNE)
         context = Context.make(mask_BNM, embeds_BNH.shape[1], cache, slots, embeds_BNH.device, self.dtype)
         x, residual = self.midlayer.inputs(embeds_BNH, g_BNH)
         cos, sin = self.rotary(positions_BN, x.dtype)
@@ -149,9 +157,19 @@ class Draft(nn.Module):
         return (self.lm_head(hidden) if self._head is None else self._head(hidden)).float()
 
     def pack(self) -> "Draft":
-        """Pack the weights for decoding and free the separate ones; the state dict is gone afterwards."""
-        self.midlayer.self_attn.pack()
-        self.midlayer.mlp.pack()
-        self._fc = pack(self.fc)
-        self._head = pack(self.lm_head)
+        """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the
+        state dict is gone. Elsewhere nothing changes.
+        """
+        if not usable(self.dtype, self.norm.weight.device):
+            return self
+        c, x = self.config, self.midlayer
+        self._fc, self._head = Weights.stacked([self.fc.weight]), Weights.stacked([self.lm_head.weight])
+        free(self.fc)
+        free(self.lm_head)
+        self._decoder = Decoder(
+            [pack(x.self_attn, x.mlp, x.input_layernorm, x.post_attention_layernorm, x.hidden_norm)],
+            self.norm.weight,
+            heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, inner=c.intermediate_size, eps=c.norm_eps,
+            normed_residual=c.norm_before_residual,
+        )  # fmt: skip
         return self

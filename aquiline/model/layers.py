@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aquiline.config import RopeConfig
-from aquiline.model.backend import PackedLinear
+from aquiline.model.backend import LayerWeights, Weights
 from aquiline.model.kv_cache import KVCache
 
 
@@ -190,10 +190,7 @@ class Context:
 
 
 class Projections(nn.Module):
-    """q, k, v and o of one attention block, with optional biases and per-head q/k norms.
-
-    `pack` stacks q, k and v for decoding and frees the separate weights.
-    """
+    """q, k, v and o of one attention block, with optional biases and per-head q/k norms."""
 
     def __init__(
         self,
@@ -216,8 +213,6 @@ class Projections(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, width, bias=o_bias)
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
-        self._qkv: PackedLinear | None = None
-        self._o: PackedLinear | None = None
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`[..., D]` to rotated queries `[..., H, E]`."""
@@ -231,23 +226,12 @@ class Projections(nn.Module):
         return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v
 
     def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All three at once; one projection when packed."""
-        if self._qkv is None:
-            return (self.queries(x, cos, sin), *self.keys_values(x, cos, sin))
-        qkv = self._qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-        qk, v = qkv[..., : -self.kv_heads, :], qkv[..., -self.kv_heads :, :]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[..., : self.heads, :]), self.k_norm(qk[..., self.heads :, :])), dim=-2)
-        qk = rotate(qk, cos, sin)
-        return qk[..., : self.heads, :], qk[..., self.heads :, :], v
+        """All three at once."""
+        return (self.queries(x, cos, sin), *self.keys_values(x, cos, sin))
 
     def output(self, attended: Tensor) -> Tensor:
         """`[..., H*E]` to `[..., D]`."""
-        return self.o_proj(attended) if self._o is None else self._o(attended)
-
-    def pack(self) -> None:
-        self._qkv = pack(self.q_proj, self.k_proj, self.v_proj)
-        self._o = pack(self.o_proj)
+        return self.o_proj(attended)
 
 
 class GatedMLP(nn.Module):
@@ -258,23 +242,33 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
-        self._gate_up: PackedLinear | None = None
-        self._down: PackedLinear | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._gate_up is None or self._down is None:
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * up)
-
-    def pack(self) -> None:
-        self._gate_up = pack(self.gate_proj, self.up_proj)
-        self._down = pack(self.down_proj)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def pack(*linears: nn.Linear) -> PackedLinear:
-    """Stack linears that read the same input for decoding, and free their own weights."""
-    packed = PackedLinear([m.weight for m in linears], [m.bias for m in linears])
-    for m in linears:
-        m.weight = nn.Parameter(m.weight.new_empty(0), requires_grad=False)
+def pack(
+    attention: Projections, mlp: GatedMLP, input_norm: RMSNorm, post_norm: RMSNorm, feature_norm: RMSNorm | None = None
+) -> LayerWeights:
+    """One block's weights packed for the kernel; their own copies are freed."""
+    a = attention
+    qkv = (a.q_proj, a.k_proj, a.v_proj)
+    packed = LayerWeights(
+        input_norm.weight,
+        post_norm.weight,
+        Weights.stacked([m.weight for m in qkv], [m.bias for m in qkv]),
+        Weights.stacked([a.o_proj.weight], [a.o_proj.bias]),
+        Weights.alternating(mlp.gate_proj.weight, mlp.up_proj.weight, [mlp.gate_proj.bias, mlp.up_proj.bias]),
+        Weights.stacked([mlp.down_proj.weight], [mlp.down_proj.bias]),
+        None if a.q_norm is None else a.q_norm.weight,
+        None if a.k_norm is None else a.k_norm.weight,
+        None if feature_norm is None else feature_norm.weight,
+    )
+    for m in (*qkv, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        free(m)
     return packed
+
+
+def free(linear: nn.Linear) -> None:
+    """Give back a weight of which a packed copy is kept."""
+    linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)

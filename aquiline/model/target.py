@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.config import TargetConfig, check_capture_after
-from aquiline.model.backend import PackedLinear
+from aquiline.model.backend import Decoder, Weights, usable
 from aquiline.model.kv_cache import KVCache
-from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary
+from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
 
 
 @dataclass
@@ -61,7 +61,8 @@ class Target(nn.Module):
         self.model = TargetBody(config)
         self.lm_head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_positions)
-        self._head: PackedLinear | None = None
+        self._head: Weights | None = None  # set by `pack`, as the next
+        self._decoder: Decoder | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,6 +97,12 @@ class Target(nn.Module):
         of a row's slot is visible. Rows shorter than N are padded by the caller; a padded token must see itself.
         `documents` (first token of each, and the end) packs several into one row of a causal pass without a cache.
         """
+        if self._decoder is not None:
+            assert documents is None, "packed documents are for training"
+            cos, sin = self.rotary(positions_BN, torch.float32)
+            embeds = self.embed(ids_BN)
+            out = self._decoder(embeds, cos, sin, mask_BNN, cache, slots, capture_after=self.capture_after)
+            return PassOutput(out.last_BND, out.aux_BNA, out.keys_LBGNE, out.values_LBGNE)
         context = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
         assert documents is None or context.causal
         context.documents = documents
@@ -120,16 +127,23 @@ class Target(nn.Module):
         what ties there is decided by rounding alone.
         """
         if self._head is not None:
-            return self._head(last.float())
+            return self._head(last)
         return nn.functional.linear(last.float(), self.head_weight.float())
 
     def pack(self) -> "Target":
-        """Pack the weights for decoding and free the separate ones; the state dict is gone afterwards."""
-        self._head = PackedLinear([self.head_weight.float()], [None])
+        """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the
+        state dict is gone. Elsewhere nothing changes.
+        """
+        if not usable(self.dtype, self.device):
+            return self
+        c = self.config
+        self._head = Weights.stacked([self.head_weight])
         if self.lm_head is not None:  # a tied one is the embedding, which must stay readable row by row
-            self.lm_head.weight = nn.Parameter(self.lm_head.weight.new_empty(0), requires_grad=False)
-        for layer in self.model.layers:
-            assert isinstance(layer, TargetLayer)
-            layer.self_attn.pack()
-            layer.mlp.pack()
+            free(self.lm_head)
+        layers = [layer for layer in self.model.layers if isinstance(layer, TargetLayer)]
+        self._decoder = Decoder(
+            [pack(x.self_attn, x.mlp, x.input_layernorm, x.post_attention_layernorm) for x in layers],
+            self.model.norm.weight,
+            heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, inner=c.intermediate_size, eps=c.norm_eps,
+        )  # fmt: skip
         return self
