@@ -10,7 +10,8 @@ from aquiline.config import TrainConfig, UserError
 from aquiline.data.dataset import fingerprint, hold_out
 from aquiline.data.features import FeatureStore, compute
 from aquiline.train import loop
-from aquiline.train.loop import Float32Muon, Trainer, _orthogonal, init_draft, make_optimizers, schedule
+from aquiline.train.init import init_draft
+from aquiline.train.loop import Float32Muon, Trainer, _orthogonal, make_optimizers, schedule
 from tests.conftest import tiny_draft, tiny_target
 from tests.test_features import document
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aquiline.config import TargetConfig, check_capture_after
-from aquiline.model.backend import PackedLinear
+from aquiline.config import TOP, TargetConfig, check_capture_after
+from aquiline.model.backend import PackedLinear, fast_bf16
 from aquiline.model.kv_cache import KVCache
 from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary
 
@@ -53,7 +53,7 @@ class Target(nn.Module):
     """The frozen model whose output must not change. Parameter names are the Hugging Face ones."""
 
     def __init__(self, config: TargetConfig, capture_after: tuple[int, ...]) -> None:
-        """`capture_after`: 0-based ids of the captured layers, the state AFTER the block; UserError if bad."""
+        """`capture_after`: 0-based ids of the captured layers, the state AFTER the block; or TOP. UserError if bad."""
         super().__init__()
         check_capture_after(capture_after, config.num_layers)
         self.config = config
@@ -112,8 +112,9 @@ class Target(nn.Module):
                 captured.append(x)
             all_keys.append(k)
             all_values.append(v)
-        aux = torch.cat(captured, dim=-1)
-        return PassOutput(self.model.norm(x), aux, torch.stack(all_keys), torch.stack(all_values))
+        last = self.model.norm(x)
+        aux = last if self.capture_after == TOP else torch.cat(captured, dim=-1)
+        return PassOutput(last, aux, torch.stack(all_keys), torch.stack(all_values))
 
     def logits(self, last: Tensor) -> Tensor:
         """Float32 logits `[..., V]` of the rows given, computed in float32: bf16 logits near 16 stand 0.125 apart, and
@@ -122,6 +123,25 @@ class Target(nn.Module):
         if self._head is not None:
             return self._head(last.float())
         return nn.functional.linear(last.float(), self.head_weight.float())
+
+    def best_and_logsumexp(self, last_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Arg-max id (int64) and log-sum-exp (float32) of each row's logits, without float32 logits where bf16 is fast.
+
+        Weights and states are bf16 there, products are summed in float32, so a bf16 logit z is off by its own rounding
+        alone: at most 2^-9 |z|. Whatever may be the maximum is computed again in float32: the arg-max is the float32
+        one. The log-sum-exp has bf16 logits elsewhere: it is off by less than 2^-8 max|z| times the share of the
+        probability that is not at the logits computed again; in practice by far less, as the roundings cancel.
+        """
+        if self._head is None and self.dtype == torch.bfloat16 and fast_bf16(self.device.type):
+            logits = nn.functional.linear(last_RD, self.head_weight).float()
+            highest = logits.amax(-1, keepdim=True)
+            # Two roundings of 2^-9, of the highest and of its rival; twice that, for the order of summing.
+            rows, ids = (logits >= highest - highest.abs() * 2**-7 - 1e-4).nonzero(as_tuple=True)
+            if len(rows) <= 64 * len(last_RD):  # else nearly all logits are equal, and nothing is gained
+                logits[rows, ids] = (last_RD[rows].float() * self.head_weight[ids].float()).sum(-1)
+                return logits.argmax(-1), logits.logsumexp(-1)
+        logits = self.logits(last_RD)
+        return logits.argmax(-1), logits.logsumexp(-1)
 
     def pack(self) -> "Target":
         """Pack the weights for decoding and free the separate ones; the state dict is gone afterwards."""
