@@ -245,6 +245,7 @@ def _capture_after(
     require(
         count in (None, len(capture_after)), f"num_aux_hidden_states is {count} but {len(capture_after)} are captured"
     )
+    require(capture_after != TOP, f"capture_after is {list(TOP)}; expected layers, or 'top'")
     check_capture_after(capture_after, num_layers)
     return capture_after
 
