@@ -344,6 +344,9 @@ def test_every_kind_of_head_is_trained_and_decoded(aquiline, folders, answers, t
             assert torch.equal(rows, target_head[ids])
     config = json.loads((tmp_path / "top" / "head" / "config.json").read_text())
     assert (config["capture_after"], config["architectures"]) == ("top", ["TopFeatureDraft"])
+    config = json.loads((tmp_path / "switches" / "head" / "config.json").read_text())
+    assert (config["fc_norm"], config["attention_bias"]) == (True, True)
+    assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
     run = json.loads((tmp_path / "switches" / "head" / "run.json").read_text())
     assert run["training"]["switches"] == ["fc_norm", "qk_norm", "attention_bias"]
     # The state is gone: the head is recognised as this run's own, though JSON knows no tuples.
