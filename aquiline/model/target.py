@@ -128,7 +128,7 @@ class Target(nn.Module):
         """Arg-max id (int64) and log-sum-exp (float32) of each row's logits, without float32 logits where bf16 is fast.
 
         Weights and states are bf16 there, products are summed in float32, so a bf16 logit z is off by its own rounding
-        alone: at most 2^-8 |z|. Whatever may be the maximum is computed again in float32: the arg-max is the float32
+        alone: at most 2^-8 |z|. Whatever may be the maximum is computed again in float32, so the arg-max is the float32
         one. The log-sum-exp has bf16 logits elsewhere: as long as no |z| is above 300, it is off by less than
         2^-7 max|z| times the share of the probability that is not at the logits computed again; in practice by far
         less, as the roundings cancel.
@@ -136,8 +136,9 @@ class Target(nn.Module):
         if self._head is None and self.dtype == torch.bfloat16 and fast_bf16(self.device.type):
             logits = nn.functional.linear(last_RD, self.head_weight).float()
             highest = logits.amax(-1, keepdim=True)
-            # Two roundings of 2^-8, of the highest and of its rival; twice that, for the order of summing.
-            rows, ids = (logits >= highest - highest.abs() * 2**-6 - 1e-4).nonzero(as_tuple=True)
+            # Rounding keeps the order, so the best is among the highest; or a bf16 step (2^-7 at most) below them, if
+            # the last bits of a float32 sum, which depend on its order, decided to which side it was rounded.
+            rows, ids = (logits >= highest - highest.abs() * 2**-7).nonzero(as_tuple=True)
             if len(rows) <= 64 * len(last_RD):  # else nearly all logits are equal, and nothing is gained
                 logits[rows, ids] = (last_RD[rows].float() * self.head_weight[ids].float()).sum(-1)
                 return logits.argmax(-1), logits.logsumexp(-1)
