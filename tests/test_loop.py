@@ -164,6 +164,14 @@ def test_every_captured_layer_starts_with_the_same_weight():
     assert torch.equal(draft.lm_head.weight, target.head_weight[draft.vocab.target_ids_W])
 
 
+def test_every_setting_reaches_the_unroll(monkeypatch):
+    settings = {"skip_outside": False, "loss": "lk", "feature_loss": True, "checkpoint_activations": True}
+    config = TrainConfig(ttt_steps=2, ttt_decay=0.5, **settings)
+    monkeypatch.setattr(loop, "unroll", lambda draft, pack, head, *steps, **given: (steps, given))
+    got = loop.configured_unroll(tiny_draft(tiny_target()), None, None, config)
+    assert got == ((2, 0.5), settings)
+
+
 def test_the_targets_features_are_computed_in_its_own_precision_whatever_the_draft_trains_in(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "fast_bf16", lambda _: True)
     t = trainer(tmp_path)
