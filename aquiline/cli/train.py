@@ -136,7 +136,7 @@ def _print_run(run: "TrainingRun") -> None:
     needed = FeatureStore.bytes_needed(target, data["tokens"] + sum(map(len, run.held_out)))
     kept = f"kept in {run.features}" if run.features else "computed each time (--features would keep them)"
     captured = capture_name(target.capture_after)
-    reads = "captured at the top" if captured == "top" else f"captured after layers {captured}"
+    reads = "its final state captured" if captured == "top" else f"captured after layers {captured}"
     note(f"target {run.info.target} in {run.info.target_dtype}, {reads}")
     note(
         f"{data['documents']} documents, {data['tokens']} tokens, {data['supervised_tokens']} of them supervised; "
