@@ -95,6 +95,16 @@ class TargetConfig:
         _check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
+# In place of layer ids: the target's final state, after its final norm, which its head reads (EAGLE's feature before
+# EAGLE-3). The draft then has no fc. For comparison with heads that read several layers.
+TOP = (-1,)
+
+
+def capture_name(capture_after: tuple[int, ...]) -> list[int] | str:
+    """What files and messages call it: the layer ids, or "top"."""
+    return "top" if capture_after == TOP else list(capture_after)
+
+
 def default_capture_after(num_layers: int) -> tuple[int, int, int]:
     """The usual low, middle and high layers, as 0-based ids: the states that ENTER layers 2, N//2 and N-3.
 
@@ -109,7 +119,9 @@ def default_capture_after(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_capture_after(capture_after: tuple[int, ...], num_layers: int) -> None:
-    """Raise UserError unless the ids are distinct, ascending and inside the target."""
+    """Raise UserError unless the ids are distinct, ascending and inside the target, or are `TOP`."""
+    if capture_after == TOP:
+        return
     inside = all(0 <= i < num_layers for i in capture_after)
     ascending = all(a < b for a, b in itertools.pairwise(capture_after))
     require(
@@ -117,6 +129,10 @@ def check_capture_after(capture_after: tuple[int, ...], num_layers: int) -> None
         f"capture_after {list(capture_after)} must be distinct, ascending and within 0..{num_layers - 1} "
         f"(the target has {num_layers} layers)",
     )
+
+
+# What a head may be trained with beyond the plain form: fields of `DraftConfig`.
+SWITCHES = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norm", "attention_bias")
 
 
 @dataclass(frozen=True)
@@ -159,6 +175,21 @@ class DraftConfig:
             f"the draft is {self.hidden_size} wide and the target {self.target_hidden_size}: "
             "the target's embedding does not fit, so the draft needs its own",
         )
+        if self.top:
+            require(
+                not (self.fc_norm or self.norm_before_fc),
+                "a draft that reads the target's final state has no fc, so fc_norm and norm_before_fc must be off",
+            )
+            require(
+                self.hidden_size == self.target_hidden_size,
+                f"a draft that reads the target's final state is as wide as the target, {self.target_hidden_size}, "
+                f"not {self.hidden_size}",
+            )
+
+    @property
+    def top(self) -> bool:
+        """It reads the target's final state, without fc."""
+        return self.capture_after == TOP
 
     @property
     def aux_width(self) -> int:
@@ -265,6 +296,12 @@ class TrainConfig:
     max_length: int = 2048  # longer rows are cut
     epochs: float = 1.0
     draft_vocab_size: int = 8192
+    loss: str = "ce"  # ce: soft cross-entropy; lk: -log of the probability that the target accepts the draft's token
+    feature_loss: bool = False  # only with the target's final state: also regress the next feature (train/ttt.py)
+    switches: tuple[str, ...] = ()  # of SWITCHES
+    init: str = "random"  # random, or target-layer: the head's layer starts as the target's last one
+    train_lm_head: bool = True  # False: lm_head stays the target's rows
+    checkpoint_activations: bool = False  # keep less for the backward, and compute it again there
     skip_outside: bool = True  # leave rows whose teacher arg-max is outside the draft vocabulary out of the loss
     eval_every: int = 100  # optimiser updates
     save_every: int = 100
@@ -273,6 +310,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.optimizer in ("muon", "adamw"), f"optimizer {self.optimizer!r} must be muon or adamw")
+        require(self.loss in ("ce", "lk"), f"loss {self.loss!r} must be ce or lk")
+        require(self.init in ("random", "target-layer"), f"init {self.init!r} must be random or target-layer")
+        for name in self.switches:
+            require(name in SWITCHES, f"switch {name!r} is not known; known: {', '.join(SWITCHES)}")
+        require(len(set(self.switches)) == len(self.switches), f"a switch is given twice: {', '.join(self.switches)}")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from aquiline.config import AquilineWarning, DraftConfig, RopeConfig, UserError
+from aquiline.config import TOP, AquilineWarning, DraftConfig, RopeConfig, UserError
 from aquiline.files import checkpoint, disk, target_formats
 from aquiline.files.checkpoint import DraftInfo, load_draft, load_target, save_draft
 from aquiline.model.draft import Draft
@@ -453,10 +453,12 @@ class TestDraft:
             {"ids": tuple(range(64))},  # the whole vocabulary: no map in the file
             {"ids": (31, 3, 9, 0)},  # in order of frequency
             {"rope": RopeConfig(1e6, "llama3", 8.0, 16, 1.0, 4.0)},
+            {"capture_after": TOP, "norm_output": True},
         ],
     )
     def test_round_trip_is_bitwise(self, target, tmp_path, changes):
         draft = make_draft(**changes)
+        target.capture_after = draft.config.capture_after  # as `load_pair` would load it
         save_draft(draft, tmp_path / "draft", info_of(target))
         assert_same_draft(load_quietly(tmp_path / "draft", target, tokenizer="tok1", template="tem1"), draft)
 
@@ -580,6 +582,20 @@ class TestDraft:
         loaded, again = checkpoint.load_pair(tmp_path / "target", tmp_path / "draft")
         assert loaded.capture_after == (0, 2, 5)
         assert_same_draft(again, draft)
+
+    def test_a_head_on_the_final_state_has_no_fc_and_needs_none(self, target, tmp_path):
+        draft = make_draft(capture_after=TOP)
+        save_draft(draft, tmp_path / "draft", info_of(target))
+        assert "fc.weight" not in safetensors.torch.load_file(tmp_path / "draft" / "model.safetensors")
+        loaded, again = checkpoint.load_pair(tmp_path / "target", tmp_path / "draft")
+        assert_same_draft(again, draft)
+        out = loaded(torch.arange(5)[None], torch.arange(5)[None])
+        assert torch.equal(out.aux_BNA, out.last_BND)
+        with pytest.raises(UserError, match=r"capture \[1, 3, 4\]"):
+            load_draft(tmp_path / "draft", target)
+        edit_config(tmp_path / "draft", capture_after=[1, 3, 4], architectures=["LlamaForCausalLMEagle3"])
+        with pytest.raises(UserError, match="no fc"):
+            load_draft(tmp_path / "draft", target)
 
     def test_vocabulary_map(self, folder, target):
         edit_weights(folder, lambda t: [t.pop("d2t"), t.pop("t2d")])

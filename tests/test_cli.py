@@ -35,7 +35,8 @@ FLAGS = {
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
-        "--eval-every", "--save-every", "--seed", "--dtype",
+        "--eval-every", "--save-every", "--seed", "--dtype", "--loss", "--feature-loss", "--switch", "--init",
+        "--freeze-lm-head", "--checkpoint-activations",
     },
 }  # fmt: skip
 RESULT_KEYS = {
@@ -317,6 +318,63 @@ def test_capture_layers_are_read_and_checked(aquiline, folders, answers, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings("ignore:the data has")
+def test_every_kind_of_head_is_trained_and_decoded(aquiline, folders, answers, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("COLUMNS", "200")  # of the table
+    kinds = {
+        "top": ["--capture-after", "top", "--feature-loss", "--ttt-steps", 1, "--switch", "norm_output"],
+        "switches": ["--loss", "lk", "--switch", "fc_norm", "--switch", "qk_norm", "--switch", "attention_bias"],
+        "copied": ["--init", "target-layer", "--freeze-lm-head", "--checkpoint-activations"],
+    }
+    for name, flags in kinds.items():
+        arguments = train_arguments(folders, answers, tmp_path / name, "--features", tmp_path / f"{name}-features")
+        code, _, err = aquiline(*arguments, *flags, "--epochs", 1)
+        assert code == 0, err
+        head = tmp_path / name / "head"
+        code, out, _ = aquiline("generate", "say 3", *models(folders, head), "--json", "--compare")
+        assert code == 0
+        assert json.loads(out)["equal"] is True
+        if name == "copied":
+            assert "q_proj.weight 32 x 64 trained the target's last layer; zeros where it reads the embedding" in strip(
+                err
+            )
+            assert "lm_head.weight 100 x 32 frozen the target's head" in strip(err)
+            rows, target_head = state(tmp_path / name)["draft"]["lm_head.weight"], safetensors_of(folders / "target")
+            ids = checkpoint.load_pair(folders / "target", head, torch.float32)[1].vocab.target_ids_W
+            assert torch.equal(rows, target_head[ids])
+    config = json.loads((tmp_path / "top" / "head" / "config.json").read_text())
+    assert (config["capture_after"], config["architectures"]) == ("top", ["TopFeatureDraft"])
+    config = json.loads((tmp_path / "switches" / "head" / "config.json").read_text())
+    assert (config["fc_norm"], config["attention_bias"]) == (True, True)
+    assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    run = json.loads((tmp_path / "switches" / "head" / "run.json").read_text())
+    assert run["training"]["switches"] == ["fc_norm", "qk_norm", "attention_bias"]
+    # The state is gone: the head is recognised as this run's own, though JSON knows no tuples.
+    shutil.rmtree(tmp_path / "switches" / "state")
+    arguments = train_arguments(folders, answers, tmp_path / "switches", *kinds["switches"], "--epochs", 1)
+    assert aquiline(*arguments)[0] == 0
+    check_refused(aquiline(*arguments, "--loss", "ce"), "loss", "lk")
+
+
+def strip(table: str) -> str:
+    return " ".join(table.replace("│", " ").split())
+
+
+def safetensors_of(folder):
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    return weights["lm_head.weight"].float()
+
+
+def test_flags_that_do_not_go_together_are_refused(aquiline, folders, answers, tmp_path):  # noqa: F811
+    for flags, words in (
+        (("--feature-loss",), "add --capture-after top"),
+        (("--capture-after", "top", "--switch", "fc_norm"), "has no fc"),
+        (("--switch", "fc_norm", "--switch", "norm_before_fc"), "exclude each other"),
+    ):
+        check_refused(aquiline(*train_arguments(folders, answers, tmp_path / "out", *flags)), words)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_command_line_is_recorded_without_paths():
     given = ["train", "/a/b/x.jsonl", "--out=/c/d/", "--epochs", "2"]
     assert train._plain_command(given) == ["train", "x.jsonl", "--out=d", "--epochs", "2"]
@@ -355,6 +413,10 @@ def test_what_is_wrong_with_the_flags_is_said_before_anything_is_loaded(aquiline
         ("eval", "x.jsonl"): ("x.jsonl is not a file",),
         ("eval", "x.jsonl", "--limit", "0"): ("limit 0",),
         ("train", "x.jsonl", "--out", "y", "--optimizer", "sgd"): ("muon or adamw",),
+        ("train", "x.jsonl", "--out", "y", "--loss", "kl"): ("ce or lk",),
+        ("train", "x.jsonl", "--out", "y", "--init", "zeros"): ("random or target-layer",),
+        ("train", "x.jsonl", "--out", "y", "--switch", "norm"): ("switch 'norm'", "norm_before_fc, norm_output"),
+        ("train", "x.jsonl", "--out", "y", "--switch", "qk_norm", "--switch", "qk_norm"): ("given twice: qk_norm",),
         ("no-such-verb",): ("No such command",),
     }.items():
         check_refused(aquiline(*arguments), *words)

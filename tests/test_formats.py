@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from aquiline.config import DraftConfig, RopeConfig, TargetConfig, UserError
+from aquiline.config import TOP, DraftConfig, RopeConfig, TargetConfig, UserError
 from aquiline.files import draft_formats, target_formats
 
 LLAMA3 = {
@@ -36,6 +36,9 @@ def hf(model_type="llama", **changes):
         "eos_token_id": 2,
     } | changes
     return {k: v for k, v in config.items() if v is not None}
+
+
+TOP_HEAD = {"architectures": ["TopFeatureDraft"], "capture_after": "top"}
 
 
 def target(**changes):
@@ -350,6 +353,8 @@ class TestDraftConfig:
             ({"rope": RopeConfig(5e5, **LLAMA3)}, "LlamaForCausalLMEagle3"),
             ({"capture_after": (0, 2)}, "LlamaForCausalLMEagle3"),
             ({"capture_after": (5,)}, "Eagle3LlamaForCausalLM"),  # SGLang would skip fc
+            ({"capture_after": TOP}, "TopFeatureDraft"),  # no engine knows it
+            ({"capture_after": TOP, "qk_norm": True, "attention_bias": True}, "TopFeatureDraft"),
         ],
     )
     def test_round_trip_of_switches(self, changes, architecture):
@@ -436,6 +441,12 @@ class TestDraftConfig:
             ({"model_type": []}, "model_type is"),
             ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
             ({"head_dim": 7}, "head_dim 7 must be even"),
+            ({"capture_after": "top"}, "TopFeatureDraft and 'top' go together"),
+            ({"architectures": ["TopFeatureDraft"], "capture_after": [1, 3, 4]}, "go together"),
+            ({"architectures": ["TopFeatureDraft"]}, "go together"),
+            ({"capture_after": [-1]}, "capture_after"),
+            (TOP_HEAD | {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "capture_after is 'top', yet"),
+            (TOP_HEAD | {"fc_norm": True}, "has no fc"),
         ],
     )
     def test_what_would_change_results_is_refused(self, changes, named):

@@ -10,7 +10,8 @@ from aquiline.config import TrainConfig, UserError
 from aquiline.data.dataset import fingerprint, hold_out
 from aquiline.data.features import FeatureStore, compute
 from aquiline.train import loop
-from aquiline.train.loop import Float32Muon, Trainer, _orthogonal, init_draft, make_optimizers, schedule
+from aquiline.train.init import init_draft
+from aquiline.train.loop import Float32Muon, Trainer, _orthogonal, make_optimizers, schedule
 from tests.conftest import tiny_draft, tiny_target
 from tests.test_features import document
 
@@ -161,6 +162,14 @@ def test_every_captured_layer_starts_with_the_same_weight():
         size = float((x @ part.detach().t()).pow(2).mean(-1).sqrt().median())
         assert 0.4 < size < 0.8  # three layers of this size add up to about one
     assert torch.equal(draft.lm_head.weight, target.head_weight[draft.vocab.target_ids_W])
+
+
+def test_every_setting_reaches_the_unroll(monkeypatch):
+    settings = {"skip_outside": False, "loss": "lk", "feature_loss": True, "checkpoint_activations": True}
+    config = TrainConfig(ttt_steps=2, ttt_decay=0.5, **settings)
+    monkeypatch.setattr(loop, "unroll", lambda draft, pack, head, *steps, **given: (steps, given))
+    got = loop.configured_unroll(tiny_draft(tiny_target()), None, None, config)
+    assert got == ((2, 0.5), settings)
 
 
 def test_the_targets_features_are_computed_in_its_own_precision_whatever_the_draft_trains_in(tmp_path, monkeypatch):

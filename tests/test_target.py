@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 
-from aquiline.config import FAMILIES, RopeConfig, UserError
+from aquiline.config import FAMILIES, TOP, RopeConfig, UserError
 from aquiline.decode.tree import Tree, flatten
+from aquiline.model import target as target_module
 from aquiline.model.layers import rope_frequencies
 from aquiline.model.target import Target
 from tests.conftest import randomise, tiny_target, tiny_target_config
@@ -156,6 +157,65 @@ def test_frequencies_equal_transformers(rope):
     inv_freq, scale = rope_frequencies(rope, 32, 512)
     assert torch.allclose(inv_freq, module.inv_freq, rtol=1e-6)
     assert scale == pytest.approx(module.attention_scaling)
+
+
+def test_the_top_is_the_state_that_the_head_reads():
+    target = tiny_target(capture_after=TOP)
+    out = target(torch.arange(6)[None], torch.arange(6)[None])
+    assert torch.equal(out.aux_BNA, out.last_BND)
+
+
+def bf16_target(scale: float) -> tuple[Target, torch.Tensor]:
+    """With logits of about this size, 512 of them, and states of 3,000 tokens."""
+    target = tiny_target(vocab_size=512, tied_head=False)
+    generator = torch.Generator().manual_seed(3)
+    target.lm_head.weight.copy_(torch.randn(512, 32, generator=generator) * scale / 32**0.5)
+    return target.to(torch.bfloat16), torch.randn(3000, 32, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+@pytest.mark.parametrize("scale", [0.1, 4.0, 40.0])
+def test_best_and_logsumexp_in_bf16_are_those_of_float32(monkeypatch, scale, noise):
+    """Also where sums are off before they are rounded, here far more than another order of summing makes them."""
+    target, last = bf16_target(scale)
+    exact = target.logits(last)
+    rounded = torch.nn.functional.linear(last, target.head_weight).float()
+    assert float((rounded.argmax(-1) != exact.argmax(-1)).sum()) > 5  # bf16 alone would be wrong
+    monkeypatch.setattr(target_module, "fast_bf16", lambda _: True)
+    called = []
+    monkeypatch.setattr(Target, "logits", lambda *_: called.append(1))
+    off = 1.0 + noise * (2 * torch.rand(exact.shape, generator=torch.Generator().manual_seed(0)) - 1)
+    if noise:
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: (exact * off).bfloat16())
+    best, total = target.best_and_logsumexp(last)
+    assert not called
+    assert torch.equal(best, exact.argmax(-1))
+    wanted = exact.logsumexp(-1)
+    # The bound of the docstring, where only the best is counted as computed again, and float32 rounding of its own.
+    elsewhere = 1 - (exact.amax(-1) - wanted).exp()
+    if not noise:
+        assert bool(((total - wanted).abs() <= 2**-7 * exact.abs().amax(-1) * elsewhere + 1e-4).all())
+        assert float((total - wanted).abs().max()) < float((rounded.logsumexp(-1) - wanted).abs().max())
+
+
+def test_where_nearly_all_logits_tie_they_are_computed_in_float32(monkeypatch):
+    target, last = bf16_target(4.0)
+    monkeypatch.setattr(target_module, "fast_bf16", lambda _: True)
+    target.lm_head.weight.copy_(target.lm_head.weight[:1].expand(512, 32))
+    best, total = target.best_and_logsumexp(last)
+    assert best.tolist() == [0] * 3000
+    assert torch.allclose(total, target.logits(last).logsumexp(-1))
+
+
+@pytest.mark.parametrize("why", ["float32 weights", "no bf16 units", "packed"])
+def test_elsewhere_best_and_logsumexp_are_of_float32_logits(monkeypatch, why):
+    target, last = bf16_target(4.0)
+    exact = target.logits(last)
+    monkeypatch.setattr(target_module, "fast_bf16", lambda _: why != "no bf16 units")
+    target = target.float() if why == "float32 weights" else target.pack() if why == "packed" else target
+    best, total = target.best_and_logsumexp(last)
+    assert torch.equal(best, exact.argmax(-1))
+    assert torch.allclose(total, exact.logsumexp(-1), atol=1e-5)
 
 
 def test_unknown_rope_type_and_bad_capture_layers_are_refused():

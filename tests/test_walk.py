@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aquiline.config import Limits, TrainConfig, TreeConfig
+from aquiline.config import SWITCHES, TOP, Limits, TrainConfig, TreeConfig
 from aquiline.data.dataset import Document
 from aquiline.data.features import compute
 from aquiline.decode.engine import Engine, Request
@@ -64,9 +64,11 @@ def decode_chain(target, draft, prompt: list[int], tokens: int) -> Request:
     return request
 
 
-def learn(steps: int, ttt_steps: int, draft_vocab_size: int = 64):
+def learn(
+    steps: int, ttt_steps: int, draft_vocab_size: int = 64, capture_after: tuple[int, ...] = (1, 3, 4), **switches
+):
     """A tiny target's own greedy reply, 64 tokens in all, and a draft overfitted to it."""
-    target = tiny_target(seed=6)
+    target = tiny_target(seed=6, capture_after=capture_after)
     with torch.no_grad():
         target.lm_head.weight.mul_(40)  # a decided teacher: its arg-max can be learnt
     prompt = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -74,7 +76,7 @@ def learn(steps: int, ttt_steps: int, draft_vocab_size: int = 64):
     (reply,) = engine.run([Request(prompt, limits=Limits(52))])
     ids = torch.tensor(prompt + reply.output_ids).int()
     doc = Document(ids, torch.arange(len(ids)) >= len(prompt), True, "", "one")
-    draft = tiny_draft(target, draft_vocab_size=draft_vocab_size)
+    draft = tiny_draft(target, draft_vocab_size=draft_vocab_size, **switches)
     head = target.head_weight[draft.vocab.target_ids_W]
     pack = make_pack([doc], compute(target, [doc]), draft, target)
     config = TrainConfig(ttt_steps=ttt_steps, optimizer="adamw", learning_rate=3e-3)
@@ -97,7 +99,19 @@ def learn(steps: int, ttt_steps: int, draft_vocab_size: int = 64):
 @pytest.mark.parametrize("draft_vocab_size", [64, 40])
 @pytest.mark.parametrize("steps", [3, 400])
 def test_the_walk_equals_real_chain_decoding_cycle_by_cycle(steps, draft_vocab_size):
-    target, draft, doc, prompt, stats = learn(steps, 4, draft_vocab_size)
+    check_walk(*learn(steps, 4, draft_vocab_size))
+
+
+@pytest.mark.parametrize("switch", [*SWITCHES, "top"])
+def test_a_head_with_any_switch_is_decoded_as_it_was_trained(switch):
+    """With a draft good enough to be accepted and poor enough to be rejected, so that both are compared."""
+    settings = {"capture_after": TOP} if switch == "top" else {switch: True}
+    learnt = learn(60, 4, 64, **settings)
+    tau = check_walk(*learnt)
+    assert 1.5 < tau < 4.8
+
+
+def check_walk(target, draft, doc, prompt, stats) -> float:
     walk = Walk()
     walk.add(stats.right_KT, stats.counted_KT, len(prompt), len(doc))
     request = decode_chain(target, draft, prompt, len(doc) - len(prompt))
@@ -106,6 +120,7 @@ def test_the_walk_equals_real_chain_decoding_cycle_by_cycle(steps, draft_vocab_s
     assert request.tau == pytest.approx(walk.tau)
     assert request.accepted == walk.accepted
     assert request.tried == walk.tried
+    return walk.tau
 
 
 def test_an_overfitted_conversation_is_decoded_accepting_nearly_all_of_every_chain():

@@ -19,7 +19,7 @@ from aquiline.cli.shared import (
     note,
     progress,
 )
-from aquiline.config import TrainConfig, require
+from aquiline.config import SWITCHES, TOP, TrainConfig, capture_name, require
 
 if TYPE_CHECKING:
     from aquiline.train import loop
@@ -35,13 +35,29 @@ def train(
         Path | None, typer.Option("--features", help="Keep the target's features there. [default: computed each time]")
     ] = None,
     capture_after: Annotated[
-        str | None, typer.Option("--capture-after", help="Layers A,B,C whose output the draft reads.")
+        str | None, typer.Option("--capture-after", help="Layers A,B,C whose output the draft reads, or 'top'.")
     ] = None,
     epochs: Annotated[float, typer.Option("--epochs")] = TrainConfig.epochs,
     batch_tokens: Annotated[int, typer.Option("--batch-tokens", help="Of one update.")] = TrainConfig.batch_tokens,
     max_length: Annotated[int, typer.Option("--max-length", help="Rows are cut there.")] = TrainConfig.max_length,
     ttt_steps: Annotated[int, typer.Option("--ttt-steps", help="Steps of the unroll.")] = TrainConfig.ttt_steps,
     draft_vocab_size: Annotated[int, typer.Option("--draft-vocab-size")] = TrainConfig.draft_vocab_size,
+    loss: Annotated[str, typer.Option("--loss", help="ce or lk.")] = TrainConfig.loss,
+    feature_loss: Annotated[
+        bool, typer.Option("--feature-loss", help="Also regress the next feature; with --capture-after top.")
+    ] = False,
+    switch: Annotated[
+        list[str] | None, typer.Option("--switch", help=f"Repeatable: {', '.join(SWITCHES)}.", metavar="NAME")
+    ] = None,
+    init: Annotated[
+        str, typer.Option("--init", help="random, or target-layer: a copy of the target's last layer.")
+    ] = TrainConfig.init,
+    freeze_lm_head: Annotated[
+        bool, typer.Option("--freeze-lm-head", help="Keep the target's rows as the draft's head.")
+    ] = False,
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="Less memory, more time.")
+    ] = False,
     optimizer: Annotated[str, typer.Option("--optimizer", help="muon or adamw.")] = TrainConfig.optimizer,
     learning_rate: Annotated[float, typer.Option("--learning-rate")] = TrainConfig.learning_rate,
     adamw_learning_rate: Annotated[
@@ -60,6 +76,8 @@ def train(
         optimizer=optimizer, learning_rate=learning_rate, adamw_learning_rate=adamw_learning_rate,
         ttt_steps=ttt_steps, batch_tokens=batch_tokens, max_length=max_length, epochs=epochs,
         draft_vocab_size=draft_vocab_size, eval_every=eval_every, save_every=save_every, held_out=held_out, seed=seed,
+        loss=loss, feature_loss=feature_loss, switches=tuple(switch or ()), init=init,
+        train_lm_head=not freeze_lm_head, checkpoint_activations=checkpoint_activations,
     )  # fmt: skip
     layers = None if capture_after is None else _layers(capture_after)
     from aquiline import api
@@ -90,8 +108,12 @@ def train(
 
 
 def _layers(text: str) -> tuple[int, ...]:
+    if text == "top":
+        return TOP
     parts = text.split(",")
-    require(all(p.isdecimal() for p in parts), f"--capture-after {text!r} is not layers A,B,C; for example 1,14,26")
+    require(
+        all(p.isdecimal() for p in parts), f"--capture-after {text!r} is not layers A,B,C, for example 1,14,26, or top"
+    )
     return tuple(int(p) for p in parts)
 
 
@@ -113,7 +135,9 @@ def _print_run(run: "TrainingRun") -> None:
     data, target = run.record["data"], run.target
     needed = FeatureStore.bytes_needed(target, data["tokens"] + sum(map(len, run.held_out)))
     kept = f"kept in {run.features}" if run.features else "computed each time (--features would keep them)"
-    note(f"target {run.info.target} in {run.info.target_dtype}, captured after layers {list(target.capture_after)}")
+    captured = capture_name(target.capture_after)
+    reads = "its final state captured" if captured == "top" else f"captured after layers {captured}"
+    note(f"target {run.info.target} in {run.info.target_dtype}, {reads}")
     note(
         f"{data['documents']} documents, {data['tokens']} tokens, {data['supervised_tokens']} of them supervised; "
         f"{data['held_out']} held out; {data['cut']} cut at the longest length, {data['dropped']} dropped with nothing "

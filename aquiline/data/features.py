@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aquiline.config import UserError, require
+from aquiline.config import UserError, capture_name, require
 from aquiline.data.dataset import Document, fingerprint
 from aquiline.files.disk import read_json, write_json_atomic
 from aquiline.model.target import Target
 
-_ROWS = 256  # rows of full-vocabulary logits at a time
+_ROWS = 128  # rows of full-vocabulary logits at a time
 _UNWRITTEN_TOKENS = 32_768  # features of so many tokens wait for one write to the disk
 
 
 @dataclass
 class Features:
-    """Of some documents behind each other, on the CPU."""
+    """Of some documents behind each other, on the CPU; in bf16 when they were kept on disk."""
 
     aux_TA: Tensor
     last_TD: Tensor
@@ -56,9 +56,8 @@ def compute(target: Target, documents: Sequence[Document]) -> Features:
     rows = taught.nonzero().squeeze(1)
     for a in range(0, len(rows), _ROWS):
         at = rows[a : a + _ROWS]
-        logits = target.logits(last_TD[at])
-        argmax[at] = logits.argmax(-1).cpu()
-        logsumexp[at] = torch.logsumexp(logits, dim=-1).cpu()
+        best, total = target.best_and_logsumexp(last_TD[at])
+        argmax[at], logsumexp[at] = best.cpu(), total.cpu()
     return Features(out.aux_BNA[0].cpu(), last_TD.cpu(), argmax, logsumexp)
 
 
@@ -90,7 +89,7 @@ class FeatureStore:
             "format": "aquiline features 1",
             "target": target_fingerprint,
             "dtype": str(target.dtype).removeprefix("torch."),
-            "capture_after": list(target.capture_after),
+            "capture_after": capture_name(target.capture_after),
             "documents": fingerprint(documents),
             "tokens": total,
             "columns": {name: [kind, list(shape)] for name, (kind, shape) in columns.items()},
@@ -176,7 +175,7 @@ def _bits(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _floats(bits: np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(bits.copy()).view(torch.bfloat16).float()
+    return torch.from_numpy(bits.copy()).view(torch.bfloat16)
 
 
 def _compare(folder: Path, manifest: dict[str, Any]) -> None:

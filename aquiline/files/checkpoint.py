@@ -24,7 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from aquiline.config import AquilineWarning, DraftConfig, TargetConfig, UserError, default_capture_after, require
+from aquiline.config import (
+    AquilineWarning,
+    DraftConfig,
+    TargetConfig,
+    UserError,
+    capture_name,
+    default_capture_after,
+    require,
+)
 from aquiline.files import draft_formats, target_formats
 from aquiline.files.disk import (
     atomic_folder,
@@ -392,10 +400,10 @@ def load_pair(
 
 def _read_head_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder that, by the names of its tensors, holds a head."""
-    names = weight_names(folder)
+    names, hf = weight_names(folder), read_json(folder / "config.json")
     with _naming(folder):
-        draft_formats.require_head(names)
-    return read_json(folder / "config.json")
+        draft_formats.require_head(names, hf)
+    return hf
 
 
 def load_draft(
@@ -432,8 +440,8 @@ def load_draft(
         del tensors[draft_formats.OUTPUT_BIAS]
     require(
         config.capture_after == target.capture_after,
-        f"{folder} reads the states after layers {list(config.capture_after)}, the target was loaded to capture "
-        f"{list(target.capture_after)}; load it with the draft's",
+        f"{folder} reads the states after layers {capture_name(config.capture_after)}, the target was loaded to "
+        f"capture {capture_name(target.capture_after)}; load it with the draft's",
     )
     _warn(notes + map_notes)
     draft = _fill(lambda: Draft(config, vocab), tensors, dtype or target.dtype, target.device, f"draft {folder}")

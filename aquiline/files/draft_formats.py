@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.config import DraftConfig, TargetConfig, UserError, check_capture_after, default_capture_after, require
+from aquiline.config import (
+    TOP,
+    DraftConfig,
+    TargetConfig,
+    UserError,
+    capture_name,
+    check_capture_after,
+    default_capture_after,
+    require,
+)
 from aquiline.files.target_formats import (
     flag,
     number,
@@ -28,6 +37,8 @@ from aquiline.files.target_formats import (
 DRAFT_ARCHITECTURE = "LlamaForCausalLMEagle3"
 _DRAFT_ALIASES = {DRAFT_ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", "LlamaEagle3DraftModel"}
 _QK_NORM_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
+# A head that reads the target's final state and has no fc, for comparison: a name that no engine knows, so all refuse.
+_TOP_ARCHITECTURE = "TopFeatureDraft"
 _SWITCHES = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "attention_bias")
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 # Switches of other writers that we do not compute: the value that changes nothing. `next_layer_regular` and the
@@ -72,13 +83,16 @@ def draft_config_to_dict(
         "tie_word_embeddings": False,
         "own_embedding": c.own_embedding,
         "norm_before_residual": c.norm_before_residual,  # engines disagree on what a missing key means
-        "capture_after": list(c.capture_after),
+        "capture_after": capture_name(c.capture_after),
     }
     out |= rope_to_dict(c.rope)
     out |= {name: True for name in _SWITCHES if getattr(c, name)}
     if c.own_embedding or c.target_hidden_size != c.hidden_size:
         # Its presence is also how the reference learns to use the draft's own embedding.
         out["target_hidden_size"] = c.target_hidden_size
+    if c.top:
+        assert not set(out) & set(extra or {})
+        return out | dict(extra or {})
     if len(c.capture_after) != 3:
         out["num_aux_hidden_states"] = len(c.capture_after)
     if num_target_layers < 7 or c.capture_after != default_capture_after(num_target_layers):
@@ -93,6 +107,8 @@ def _draft_architecture(c: DraftConfig) -> str:
     """The usual name, unless an engine that knows it would silently compute something else (SGLang drops unknown
     tensors and switches); then the name under which only vLLM and its kin load it, and SGLang refuses.
     """
+    if c.top:
+        return _TOP_ARCHITECTURE
     if c.qk_norm:
         return _QK_NORM_ARCHITECTURE
     replaced_embedding = c.own_embedding and c.hidden_size == c.target_hidden_size
@@ -161,15 +177,19 @@ def draft_config_from_dict(hf: Mapping[str, Any], target: TargetConfig) -> tuple
 def _check_draft_architecture(hf: Mapping[str, Any]) -> bool:
     """UserError unless this is an EAGLE-3 head we know; True if it has norms on q and k."""
     architectures = texts(hf, "architectures") or [DRAFT_ARCHITECTURE]
-    known = _DRAFT_ALIASES | {_QK_NORM_ARCHITECTURE}
+    known = _DRAFT_ALIASES | {_QK_NORM_ARCHITECTURE, _TOP_ARCHITECTURE}
     require(
         len(architectures) == 1 and architectures[0] in known,
         f"draft architecture {architectures} is not supported; supported: {', '.join(sorted(known))}",
     )
-    qk_norm = architectures[0] == _QK_NORM_ARCHITECTURE
     kind = text(hf, "model_type", "llama")
     require(kind in ("llama", "qwen3"), f"draft model_type {kind!r} is not supported; expected 'llama' or 'qwen3'")
-    return qk_norm
+    require(
+        (architectures[0] == _TOP_ARCHITECTURE) == (hf.get("capture_after") == "top"),
+        f"the draft's architecture is {architectures[0]}, its capture_after {hf.get('capture_after')!r}: "
+        f"{_TOP_ARCHITECTURE} and 'top' go together",
+    )
+    return kind == "qwen3" if architectures[0] == _TOP_ARCHITECTURE else architectures[0] == _QK_NORM_ARCHITECTURE
 
 
 def _check_draft_switches(hf: Mapping[str, Any], eagle: Mapping[str, Any]) -> None:
@@ -195,6 +215,9 @@ def _capture_after(
     hf: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int, notes: list[str]
 ) -> tuple[int, ...]:
     """Which states the draft reads, from whichever convention its config uses; all given ones must agree."""
+    if hf.get("capture_after") == "top":
+        require(not any(_AUX_IDS in where for where in (hf, eagle)), f"capture_after is 'top', yet {_AUX_IDS} is given")
+        return TOP
     given: dict[str, tuple[int, ...]] = {}
     if hf.get("capture_after") is not None:
         given["capture_after"] = token_ids(hf["capture_after"], "capture_after")
@@ -222,6 +245,7 @@ def _capture_after(
     require(
         count in (None, len(capture_after)), f"num_aux_hidden_states is {count} but {len(capture_after)} are captured"
     )
+    require(capture_after != TOP, f"capture_after is {list(TOP)}; expected layers, or 'top'")
     check_capture_after(capture_after, num_layers)
     return capture_after
 
@@ -232,9 +256,10 @@ _AUX_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_nor
 OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"  # engines expect it under `attention_bias`; we have none: zeros
 
 
-def require_head(names: Iterable[str]) -> None:
+def require_head(names: Iterable[str], hf: Mapping[str, Any]) -> None:
     """UserError unless a file with tensors of these names can be an EAGLE-3 head: what every one has, and only they."""
-    require("fc.weight" in {name.removeprefix("model.") for name in names}, "no fc.weight: this is no EAGLE-3 head")
+    found = "fc.weight" in {name.removeprefix("model.") for name in names}
+    require(found or hf.get("capture_after") == "top", "no fc.weight: this is no EAGLE-3 head")
 
 
 def draft_tensor_names(names: Iterable[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ Row t pairs the embedding of x_{t+1} with the feature g_t and predicts x_{t+2}; 
 
     tokens     x_0   x_1   x_2   x_3          g_t = fc(aux_t) where the target has been,
     features   g_0   g_1   g_2                      the draft's own output h at drafted nodes
+                                                    (or g_t = the target's final state, no fc: config.TOP)
     row t      (x_1, g_0)  (x_2, g_1)  (x_3, g_2)
     predicts        x_2         x_3         x_4
 
@@ -76,7 +77,7 @@ class Draft(nn.Module):
         self.fc_norm = (
             nn.ModuleList(RMSNorm(c.target_hidden_size, c.norm_eps) for _ in c.capture_after) if c.fc_norm else None
         )
-        self.fc = nn.Linear(c.aux_width, c.hidden_size, bias=False)
+        self.fc = None if c.top else nn.Linear(c.aux_width, c.hidden_size, bias=False)
         self.midlayer = DraftLayer(c)
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
@@ -106,7 +107,10 @@ class Draft(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Captured states `[..., A]`, low layer first, to the feature g `[..., H]` of real positions."""
-        aux = aux.to(self.dtype)
+        if not torch.is_autocast_enabled(aux.device.type):  # else fc reads bf16, and a copy in float32 is for nothing
+            aux = aux.to(self.dtype)
+        if self.fc is None:
+            return aux
         if self.input_norm is not None:
             aux = self.input_norm(aux)
         if self.fc_norm is not None:
@@ -163,9 +167,11 @@ class Draft(nn.Module):
         if not usable(self.dtype, self.norm.weight.device):
             return self
         c, x = self.config, self.midlayer
-        self._fc, self._head = Weights.stacked([self.fc.weight]), Weights.stacked([self.lm_head.weight])
-        free(self.fc)
+        self._head = Weights.stacked([self.lm_head.weight])
         free(self.lm_head)
+        if self.fc is not None:
+            self._fc = Weights.stacked([self.fc.weight])
+            free(self.fc)
         self._decoder = Decoder(
             [pack(x.self_attn, x.mlp, x.input_layernorm, x.post_attention_layernorm, x.hidden_norm)],
             self.norm.weight,

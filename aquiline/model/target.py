@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aquiline.config import TargetConfig, check_capture_after
-from aquiline.model.backend import Decoder, Weights, usable
+from aquiline.config import TOP, TargetConfig, check_capture_after
+from aquiline.model.backend import Decoder, Weights, fast_bf16, usable
 from aquiline.model.kv_cache import KVCache
 from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
 
@@ -53,7 +53,7 @@ class Target(nn.Module):
     """The frozen model whose output must not change. Parameter names are the Hugging Face ones."""
 
     def __init__(self, config: TargetConfig, capture_after: tuple[int, ...]) -> None:
-        """`capture_after`: 0-based ids of the captured layers, the state AFTER the block; UserError if bad."""
+        """`capture_after`: 0-based ids of the captured layers, the state AFTER the block; or TOP. UserError if bad."""
         super().__init__()
         check_capture_after(capture_after, config.num_layers)
         self.config = config
@@ -100,9 +100,11 @@ class Target(nn.Module):
         if self._decoder is not None:
             assert documents is None, "packed documents are for training"
             cos, sin = self.rotary(positions_BN, torch.float32)
-            embeds = self.embed(ids_BN)
-            out = self._decoder(embeds, cos, sin, mask_BNN, cache, slots, capture_after=self.capture_after)
-            return PassOutput(out.last_BND, out.aux_BNA, out.keys_LBGNE, out.values_LBGNE)
+            top = self.capture_after == TOP
+            out = self._decoder(
+                self.embed(ids_BN), cos, sin, mask_BNN, cache, slots, capture_after=() if top else self.capture_after
+            )
+            return PassOutput(out.last_BND, out.last_BND if top else out.aux_BNA, out.keys_LBGNE, out.values_LBGNE)
         context = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
         assert documents is None or context.causal
         context.documents = documents
@@ -119,8 +121,9 @@ class Target(nn.Module):
                 captured.append(x)
             all_keys.append(k)
             all_values.append(v)
-        aux = torch.cat(captured, dim=-1)
-        return PassOutput(self.model.norm(x), aux, torch.stack(all_keys), torch.stack(all_values))
+        last = self.model.norm(x)
+        aux = last if self.capture_after == TOP else torch.cat(captured, dim=-1)
+        return PassOutput(last, aux, torch.stack(all_keys), torch.stack(all_values))
 
     def logits(self, last: Tensor) -> Tensor:
         """Float32 logits `[..., V]` of the rows given, computed in float32: bf16 logits near 16 stand 0.125 apart, and
@@ -129,6 +132,27 @@ class Target(nn.Module):
         if self._head is not None:
             return self._head(last)
         return nn.functional.linear(last.float(), self.head_weight.float())
+
+    def best_and_logsumexp(self, last_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Arg-max id (int64) and log-sum-exp (float32) of each row's logits, without float32 logits where bf16 is fast.
+
+        Weights and states are bf16 there, products are summed in float32, so a bf16 logit z is off by its own rounding
+        alone: at most 2^-8 |z|. Whatever may be the maximum is computed again in float32, so the arg-max is the float32
+        one. The log-sum-exp has bf16 logits elsewhere: as long as no |z| is above 300, it is off by less than
+        2^-7 max|z| times the share of the probability that is not at the logits computed again; in practice by far
+        less, as the roundings cancel.
+        """
+        if self._head is None and self.dtype == torch.bfloat16 and fast_bf16(self.device.type):
+            logits = nn.functional.linear(last_RD, self.head_weight).float()
+            highest = logits.amax(-1, keepdim=True)
+            # Rounding keeps the order, so the best is among the highest; or a bf16 step (2^-7 at most) below them, if
+            # the last bits of a float32 sum, which depend on its order, decided to which side it was rounded.
+            rows, ids = (logits >= highest - highest.abs() * 2**-7).nonzero(as_tuple=True)
+            if len(rows) <= 64 * len(last_RD):  # else nearly all logits are equal, and nothing is gained
+                logits[rows, ids] = (last_RD[rows].float() * self.head_weight[ids].float()).sum(-1)
+                return logits.argmax(-1), logits.logsumexp(-1)
+        logits = self.logits(last_RD)
+        return logits.argmax(-1), logits.logsumexp(-1)
 
     def pack(self) -> "Target":
         """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the

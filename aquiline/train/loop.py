@@ -25,7 +25,7 @@ from aquiline.files.disk import read_pickle
 from aquiline.model.backend import fast_bf16
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
-from aquiline.train.ttt import Pack, unroll
+from aquiline.train.ttt import Pack, StepStats, unroll
 from aquiline.train.walk import Walk
 
 
@@ -96,28 +96,6 @@ def schedule(step: int, total: int, config: TrainConfig) -> float:
     return config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-@torch.no_grad()
-def init_draft(draft: Draft, target: Target, features: Features, seed: int) -> None:
-    """`lm_head` starts as the target's rows; the rest is random (std 0.02), with `fc` scaled to the captured states.
-
-    Their sizes differ tenfold between layers: each layer's part of `fc` is divided by the median root mean square of
-    its states in `features`, so that every layer adds to a feature of about unit size. (The mean would be ruled by the
-    few tokens with massive activations.)
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in draft.named_parameters():
-        if p.ndim == 2:
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
-        else:
-            p.fill_(0.0 if name.endswith("bias") else 1.0)
-    states = features.aux_TA.float().chunk(len(draft.config.capture_after), dim=-1)
-    for part, x in zip(draft.fc.weight.chunk(len(states), dim=1), states, strict=True):
-        rms = float(x.pow(2).mean(-1).sqrt().median())
-        part.div_(0.02 * draft.fc.in_features**0.5 * max(rms, 1e-6))
-    if draft.config.hidden_size == target.config.hidden_size:
-        draft.lm_head.weight.copy_(target.head_weight[draft.vocab.target_ids_W])
-
-
 def make_pack(documents: Sequence[Document], features: Features, draft: Draft, target: Target) -> Pack:
     """What the unroll needs of these documents."""
     ids = torch.cat([d.ids for d in documents]).long()
@@ -127,7 +105,19 @@ def make_pack(documents: Sequence[Document], features: Features, draft: Draft, t
     with torch.no_grad():
         embeds = draft.embed(ids, target.embed)
     supervised = torch.cat([d.supervised for d in documents])
-    return Pack(ids, supervised, starts, features.aux_TA, features.last_TD, features.argmax_T, embeds)
+    return Pack(
+        ids, supervised, starts, features.aux_TA, features.last_TD, features.argmax_T, features.logsumexp_T, embeds
+    )
+
+
+def configured_unroll(draft: Draft, pack: Pack, head_rows_WD: Tensor, config: TrainConfig) -> tuple[Tensor, StepStats]:
+    """`unroll` as the settings say, under the draft's autocast."""
+    with autocast(draft):
+        return unroll(
+            draft, pack, head_rows_WD, config.ttt_steps, config.ttt_decay,
+            skip_outside=config.skip_outside, loss=config.loss, feature_loss=config.feature_loss,
+            checkpoint_activations=config.checkpoint_activations,
+        )  # fmt: skip
 
 
 def autocast(draft: Draft) -> contextlib.AbstractContextManager[Any]:
@@ -155,10 +145,7 @@ def evaluate(
     loss, rows, right, counted = ([0.0] * config.ttt_steps for _ in range(4))
     for i, document in enumerate(store.documents):
         pack = make_pack([document], store.get([i]), draft, target)
-        with autocast(draft):
-            _, stats = unroll(
-                draft, pack, head_rows_WD, config.ttt_steps, config.ttt_decay, skip_outside=config.skip_outside
-            )
+        _, stats = configured_unroll(draft, pack, head_rows_WD, config)
         assert stats.right_KT is not None
         assert stats.counted_KT is not None
         # Decoding starts once a reply's first token is there: rows that embed a prompt's token do not count.
@@ -235,10 +222,7 @@ class Trainer:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * share
                 optimizer.zero_grad()
-            with autocast(self.draft):
-                loss, stats = unroll(
-                    self.draft, pack, head_rows_WD, config.ttt_steps, config.ttt_decay, skip_outside=config.skip_outside
-                )
+            loss, stats = configured_unroll(self.draft, pack, head_rows_WD, config)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(self.draft.parameters(), config.clip or math.inf)
             if not math.isfinite(float(norm)):

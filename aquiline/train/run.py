@@ -7,6 +7,7 @@ OUT/head/        the best head so far, replaced as a whole: this is the draft's 
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from aquiline.config import DraftConfig, TrainConfig, UserError, check_capture_after, require
+from aquiline.config import TOP, DraftConfig, TrainConfig, UserError, capture_name, check_capture_after, require
 from aquiline.data.chat import Chat
 from aquiline.data.dataset import Document, fingerprint, hold_out, read_documents, token_counts
 from aquiline.data.features import FeatureStore, compute
@@ -24,7 +25,8 @@ from aquiline.measure.evaluate import machine, versions
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 from aquiline.model.vocab import VocabMap
-from aquiline.train.loop import Progress, Trainer, init_draft
+from aquiline.train.init import init_draft
+from aquiline.train.loop import Progress, Trainer
 
 _INIT_DOCUMENTS = 8  # whose captured states the new head is scaled to
 
@@ -44,6 +46,7 @@ class TrainingRun:
     features: Path | None
     record: dict[str, Any]  # the fixed part of run.json
     setup: dict[str, Any]  # setup.json
+    sources: dict[str, str]  # where each of the draft's tensors comes from
 
     @staticmethod
     def prepare(
@@ -62,6 +65,11 @@ class TrainingRun:
 
         `command`: the command line, for the record.
         """
+        require(
+            capture_after == TOP or not config.feature_loss,
+            "the feature loss is only for a head that reads the target's final state: add --capture-after top, or "
+            "leave --feature-loss out (with a trained fc, the feature to be met could be shrunk to nothing)",
+        )
         target_config = checkpoint.read_target_config(target_spec)
         if capture_after is not None:
             check_capture_after(capture_after, target_config.num_layers)
@@ -86,7 +94,8 @@ class TrainingRun:
         )
         setup = _setup(info, draft)
         _compare_setup(out, setup)
-        init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed)
+        sources = init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed, config.init)
+        draft.lm_head.weight.requires_grad_(config.train_lm_head)
         record = {
             "command": list(command),
             "target": dataclasses.asdict(info),
@@ -105,8 +114,9 @@ class TrainingRun:
             "versions": versions(),
         }
         run = TrainingRun(
-            out, config, target, draft, info, training, held_out, vocab.coverage(counts), features, record, setup
-        )
+            out, config, target, draft, info, training, held_out, vocab.coverage(counts), features, record, setup,
+            sources,
+        )  # fmt: skip
         run._check_head()
         return run
 
@@ -117,14 +127,9 @@ class TrainingRun:
 
     def tensors(self) -> list[tuple[str, str, str, str]]:
         """(name, shape, trained or frozen, where its values come from) of everything the draft computes with."""
-        sources = {
-            "lm_head.weight": "the target's head, rows of the draft vocabulary",
-            "fc.weight": "random, scaled to the captured states",
-        }
         rows = [("embed_tokens.weight", _shape(self.target.model.embed_tokens.weight), "frozen", "the target's")]
         for name, p in self.draft.named_parameters():
-            fresh = "random" if p.ndim == 2 else "zeros" if name.endswith("bias") else "ones"
-            rows.append((name, _shape(p), "trained" if p.requires_grad else "frozen", sources.get(name, fresh)))
+            rows.append((name, _shape(p), "trained" if p.requires_grad else "frozen", self.sources[name]))
         vocab = self.draft.vocab
         rows.append(
             ("d2t", f"{vocab.draft_vocab_size}", "frozen", f"the most frequent of {vocab.vocab_size} target tokens")
@@ -168,7 +173,7 @@ class TrainingRun:
             return
         path = self.head / "run.json"
         found = disk.read_json(path) if path.is_file() else {}
-        ours = {**self.record, "training": dataclasses.asdict(self.config)}
+        ours = json.loads(json.dumps({**self.record, "training": dataclasses.asdict(self.config)}))
         same = all(found.get(key) == ours[key] for key in ("target", "documents", "training"))
         require(same, f"{self.head} exists and was not written by this run; give another output folder")
 
@@ -197,13 +202,14 @@ def draft_config(target: Target, config: TrainConfig, trained_length: int) -> Dr
         rope=t.rope,
         capture_after=target.capture_after,
         trained_length=trained_length,
+        **dict.fromkeys(config.switches, True),
     )
 
 
 def _setup(info: DraftInfo, draft: Draft) -> dict[str, Any]:
     ids = draft.vocab.target_ids_W.numpy().tobytes()
     return dataclasses.asdict(info) | {
-        "capture_after": list(draft.config.capture_after),
+        "capture_after": capture_name(draft.config.capture_after),
         "draft_vocabulary": hashlib.sha256(ids).hexdigest(),
     }
 

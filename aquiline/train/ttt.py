@@ -14,20 +14,21 @@ supervises is not run at step k at all: nobody reads its later keys.
 Runs on the CPU: the fused attention it builds on is the CPU's.
 
 Shapes: T tokens of the pack, R rows of a step, K steps, D target width, A width of aux, H draft width, h query heads,
-G kv heads, E head width, W draft vocabulary, P teacher positions.
+G kv heads, E head width, W draft vocabulary, P teacher positions. The losses of the head are in head_loss.py.
 Source: EAGLE-3 (arXiv 2503.01840), section 3.2.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from aquiline.model.draft import Draft
-
-_ROWS = 256  # rows of logits at a time: 256 x 8,192 float32 stays in the last-level cache
+from aquiline.train.head_loss import HeadLoss, teacher_probs
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Pack:
     aux_TA: Tensor
     last_TD: Tensor  # final state of the target, after its norm
     argmax_T: Tensor  # the target's arg-max id at each position; -1 where nothing is supervised by it
+    logsumexp_T: Tensor  # of the target's logits over its full vocabulary; 0 there
     embeds_TH: Tensor
 
 
@@ -191,131 +193,109 @@ def _own(q_RhE: Tensor, k_RGE: Tensor, scale: float) -> Tensor:
     return (q_RhE * _heads(k_RGE, q_RhE.shape[1])).sum(-1).float() * scale
 
 
-class HeadLoss(torch.autograd.Function):
-    """`lm_head` and the soft cross-entropy against the teacher in one go, a few rows at a time, for all steps at once.
-
-    The loss is a weighted sum over rows, so its gradient is known in the forward already: logits are never kept, and
-    the memory does not grow with the vocabulary times the rows.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_RH: Tensor,
-        weight_WH: Tensor,
-        probs_PW: Tensor,
-        teacher_R: Tensor,
-        share_R: Tensor,
-        train: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`teacher_R`: the row of `probs_PW` that teaches each row; `share_R`: what each row weighs.
-
-        Returns (weighted sum, loss of each row `[R]`, the draft's arg-max `[R]`); only the first has a gradient.
-        """
-        d_hidden = torch.zeros_like(hidden_RH) if train else None
-        d_weight = torch.zeros_like(weight_WH) if train else None
-        losses = torch.empty(len(hidden_RH), dtype=torch.float32, device=hidden_RH.device)
-        best = torch.empty(len(hidden_RH), dtype=torch.long, device=hidden_RH.device)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden_RH.dtype
-        weight = weight_WH.to(dtype)
-        for a in range(0, len(hidden_RH), _ROWS):
-            rows = slice(a, a + _ROWS)
-            hidden = hidden_RH[rows].to(dtype)
-            logits = F.linear(hidden, weight).float()
-            probs = probs_PW[teacher_R[rows]].float()
-            highest, best[rows] = logits.max(-1)
-            q = torch.softmax(logits, dim=-1)
-            # log-sum-exp from the arg-max's own probability: one pass over the vocabulary less.
-            logsumexp = highest - q.gather(1, best[rows, None]).squeeze(1).log()
-            losses[rows] = logsumexp - (probs * logits).sum(-1)
-            if d_hidden is not None and d_weight is not None:
-                d_logits = q.sub_(probs).mul_(share_R[rows, None]).to(dtype)
-                d_hidden[rows] = (d_logits @ weight).to(d_hidden.dtype)
-                if dtype == d_weight.dtype:
-                    d_weight.addmm_(d_logits.t(), hidden)
-                else:
-                    d_weight += (d_logits.t() @ hidden).to(d_weight.dtype)
-        ctx.save_for_backward(d_hidden, d_weight)
-        ctx.mark_non_differentiable(losses, best)
-        return (losses.double() * share_R).sum().float(), losses, best
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grad_outputs[0], d_weight * grad_outputs[0], None, None, None, None
-
-
 def unroll(
-    draft: Draft, pack: Pack, head_rows_WD: Tensor, steps: int, decay: float, *, skip_outside: bool = True
+    draft: Draft,
+    pack: Pack,
+    head_rows_WD: Tensor,
+    steps: int,
+    decay: float,
+    *,
+    skip_outside: bool = True,
+    loss: str = "ce",
+    feature_loss: bool = False,
+    checkpoint_activations: bool = False,
 ) -> tuple[Tensor, StepStats]:
     """Unroll the draft `steps` times over a pack.
 
-    `head_rows_WD` are the target's head rows of the draft vocabulary. Returns the loss, the sum over k of
-    `decay**k` times the mean soft cross-entropy of step k against the teacher renormalised over the draft vocabulary,
-    and what was measured on the way. With `skip_outside`, rows whose teacher arg-max the draft cannot propose are left
-    out of the loss (the reference's convention); they always count as misses.
+    `head_rows_WD` are the target's head rows of the draft vocabulary. Returns the loss, the sum over k of `decay**k`
+    times the mean loss of step k, and what was measured on the way. The loss of a row is `ce`, the soft cross-entropy
+    against the teacher renormalised over the draft vocabulary, or `lk`, minus the log of the probability that the
+    target accepts (head_loss.py). With `skip_outside`, rows whose teacher arg-max the draft cannot propose are left
+    out of it (the reference's convention); they always count as misses.
+
+    `feature_loss` is EAGLE's loss before EAGLE-3: 0.1 of the above, and the smooth L1 distance of the feature that is
+    fed back to the next true one; only for a draft that reads the target's final state. `checkpoint_activations` keeps
+    a step's inputs and outputs alone and computes the rest again in the backward; in float32 that changes no bit.
     """
+    assert draft.config.top or not feature_loss
     plan = Plan.make(pack.supervised_T, pack.starts, steps)
     T = len(pack.ids_T)
-    probs_PW, teacher_T = _teacher(pack, plan, head_rows_WD)
     outside_T = draft.vocab.draft_ids_V[pack.argmax_T.clamp(min=0)] < 0
-    stats = StepStats(
-        right_KT=torch.zeros(steps, T, dtype=torch.bool), counted_KT=torch.zeros(steps, T, dtype=torch.bool)
-    )
-    assert stats.right_KT is not None
-    assert stats.counted_KT is not None
-
-    attention = draft.midlayer.self_attn
     g_TH = draft.fuse(pack.aux_TA)
     # The last row of a document has no next token; its key is never attended by a supervised row.
-    x_T, residual_T = draft.midlayer.inputs(pack.embeds_TH[torch.arange(1, T + 1).clamp(max=T - 1)], g_TH)
-    cos, sin = draft.rotary(plan.position_T, x_T.dtype)
-    k_TGE, v_TGE = attention.keys_values(x_T, cos, sin)
+    x_T, _ = draft.midlayer.inputs(pack.embeds_TH[torch.arange(1, T + 1).clamp(max=T - 1)], g_TH)
+    k_TGE, v_TGE = draft.midlayer.self_attn.keys_values(x_T, *draft.rotary(plan.position_T, x_T.dtype))
     k_TGE = k_TGE.to(v_TGE.dtype)  # under autocast the rotation and the head norms leave float32
-    rows = plan.active[0]
-    x, residual = x_T[rows], residual_T[rows]
-    q = attention.queries(x, cos[rows], sin[rows])
-    feature = g_TH
+    feature = g_TH[plan.active[0]]
     keys: list[Tensor] = []
     values: list[Tensor] = []
     hiddens: list[Tensor] = []
     scored_rows: list[Tensor] = []
-    for k in range(steps):
-        rows = plan.active[k]
+    distance = torch.zeros(())  # of features
+    for k, rows in enumerate(plan.active):
+        step = functools.partial(_step, draft, pack.embeds_TH, plan, k)
+        if checkpoint_activations and torch.is_grad_enabled():
+            step = functools.partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False)
+        feature, hidden, *own = step(feature, k_TGE, v_TGE, *keys, *values)
         if k > 0:
-            x, residual = draft.midlayer.inputs(pack.embeds_TH[rows + 1 + k], feature[_inside(plan, k - 1, k)])
-            cos, sin = draft.rotary(plan.position_T[rows] + k, x.dtype)
-            q, key, value = attention.queries_keys_values(x, cos, sin)
-            keys.append(key.to(value.dtype))
-            values.append(value)
-        attended = UnrollAttention.apply(q.to(v_TGE.dtype), k_TGE, v_TGE, plan, k, *keys, *values)
-        feature, hidden = draft.outputs(draft.midlayer.finish(residual, attended.flatten(1)))
+            keys.append(own[0])
+            values.append(own[1])
         supervised = plan.valid_KT[k, rows]
         scored = supervised & ~outside_T[rows + 1 + k] if skip_outside else supervised
         hiddens.append(hidden[scored])
         scored_rows.append(rows[scored])
+        if feature_loss and bool(supervised.any()):
+            true = pack.last_TD[rows[supervised] + 1 + k].float()
+            distance = distance + decay**k * F.smooth_l1_loss(feature[supervised].float(), true)
+        if k + 1 < steps:
+            feature = feature[_inside(plan, k, k + 1)]
 
     counts = [len(rows) for rows in scored_rows]
-    teachers = torch.cat([teacher_T[rows + 1 + k] for k, rows in enumerate(scored_rows)])
     shares = torch.cat([torch.full((n,), decay**k / max(n, 1)) for k, n in enumerate(counts)])
-    loss, losses, best = HeadLoss.apply(
-        torch.cat(hiddens), draft.lm_head.weight, probs_PW, teachers, shares, torch.is_grad_enabled()
+    probs_PW, teacher_T = _teacher(pack, plan, head_rows_WD, over_all=loss == "lk")
+    teachers = torch.cat([teacher_T[rows + 1 + k] for k, rows in enumerate(scored_rows)])
+    total, losses, best = HeadLoss.apply(
+        torch.cat(hiddens), draft.lm_head.weight, probs_PW, teachers, shares, loss, torch.is_grad_enabled()
     )
-    for k, (row_losses, proposed) in enumerate(zip(losses.split(counts), best.split(counts), strict=True)):
-        rows, valid = scored_rows[k], plan.valid_KT[k].nonzero().squeeze(1)
-        proposed = draft.vocab.target_ids_W[proposed]
-        stats.loss.append(float(row_losses.mean()) if counts[k] else 0.0)
-        stats.rows.append(len(valid))
-        stats.accuracy.append(float((proposed == pack.argmax_T[rows + 1 + k]).sum()) / max(len(valid), 1))
-        stats.right_KT[k, rows] = proposed == pack.ids_T[rows + 2 + k]
-        stats.counted_KT[k, valid] = pack.argmax_T[valid + 1 + k] == pack.ids_T[valid + 2 + k]
-    return loss, stats
+    if feature_loss:
+        total = distance + 0.1 * total
+    return total, _measure(draft, pack, plan, scored_rows, losses, best)
 
 
-def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor) -> tuple[Tensor, Tensor]:
+def _step(
+    draft: Draft,
+    embeds_TH: Tensor,
+    plan: Plan,
+    step: int,
+    feature_RH: Tensor,
+    k_TGE: Tensor,
+    v_TGE: Tensor,
+    *diagonals: Tensor,
+) -> tuple[Tensor, ...]:
+    """One step of its active rows: (feature, hidden), and from step 1 on the rows' own key and value.
+
+    `diagonals`: keys, then values, of the steps from 1 to the one before.
+    """
+    attention = draft.midlayer.self_attn
+    rows = plan.active[step]
+    x, residual = draft.midlayer.inputs(embeds_TH[rows + 1 + step], feature_RH)
+    cos, sin = draft.rotary(plan.position_T[rows] + step, x.dtype)
+    own: tuple[Tensor, ...] = ()
+    if step == 0:
+        q = attention.queries(x, cos, sin)
+    else:
+        q, key, value = attention.queries_keys_values(x, cos, sin)
+        own = (key.to(value.dtype), value)
+        diagonals = (*diagonals[: step - 1], own[0], *diagonals[step - 1 :], value)
+    attended = UnrollAttention.apply(q.to(v_TGE.dtype), k_TGE, v_TGE, plan, step, *diagonals)
+    return *draft.outputs(draft.midlayer.finish(residual, attended.flatten(1))), *own
+
+
+def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor, *, over_all: bool) -> tuple[Tensor, Tensor]:
     """The target's distributions over the draft vocabulary `[P, W]`, one per position that is used, and where each is.
 
-    Step k's teacher is step 0's shifted by k, so nothing here is computed twice.
+    Step k's teacher is step 0's shifted by k, so nothing here is computed twice. `over_all`: normalised over the full
+    vocabulary.
     """
     T = len(pack.ids_T)
     used = torch.zeros(T + 1, dtype=torch.bool)
@@ -324,12 +304,23 @@ def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor) -> tuple[Tensor, Tens
     positions = used[:T].nonzero().squeeze(1)
     where = torch.full((T,), -1, dtype=torch.long)
     where[positions] = torch.arange(len(positions))
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-    probs = torch.empty(len(positions), len(head_rows_WD), dtype=dtype)
-    head_rows = head_rows_WD.to(dtype)
-    with torch.no_grad():
-        for a in range(0, len(positions), _ROWS):
-            at = positions[a : a + _ROWS]
-            logits = F.linear(pack.last_TD[at].to(dtype), head_rows).float()
-            probs[a : a + _ROWS] = torch.softmax(logits, dim=-1).to(dtype)
-    return probs, where
+    logsumexp = pack.logsumexp_T[positions] if over_all else None
+    return teacher_probs(pack.last_TD[positions], head_rows_WD, logsumexp), where
+
+
+def _measure(
+    draft: Draft, pack: Pack, plan: Plan, scored_rows: list[Tensor], losses_R: Tensor, best_R: Tensor
+) -> StepStats:
+    """What the draft proposed, judged; rows that are not scored are misses."""
+    counts = [len(rows) for rows in scored_rows]
+    right, counted = torch.zeros_like(plan.valid_KT), torch.zeros_like(plan.valid_KT)
+    stats = StepStats(right_KT=right, counted_KT=counted)
+    for k, (row_losses, proposed) in enumerate(zip(losses_R.split(counts), best_R.split(counts), strict=True)):
+        rows, valid = scored_rows[k], plan.valid_KT[k].nonzero().squeeze(1)
+        proposed = draft.vocab.target_ids_W[proposed]
+        stats.loss.append(float(row_losses.mean()) if counts[k] else 0.0)
+        stats.rows.append(len(valid))
+        stats.accuracy.append(float((proposed == pack.argmax_T[rows + 1 + k]).sum()) / max(len(valid), 1))
+        right[k, rows] = proposed == pack.ids_T[rows + 2 + k]
+        counted[k, valid] = pack.argmax_T[valid + 1 + k] == pack.ids_T[valid + 2 + k]
+    return stats

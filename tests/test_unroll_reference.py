@@ -1,0 +1,42 @@
+"""The script that times the unroll: what it times it against has the same loss and gradients, and it runs."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from aquiline.data.features import compute
+from aquiline.train.loop import make_pack
+from aquiline.train.ttt import unroll
+from tests.conftest import tiny_draft, tiny_target
+from tests.test_api import make_target
+from tests.test_ttt import check_equal, documents
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "runs" / "unroll_versus_reference.py"))
+
+
+@pytest.mark.parametrize("switches", [{}, {"norm_output": True, "qk_norm": True}], ids=lambda s: "+".join(s) or "plain")
+def test_the_reference_has_the_same_loss_and_gradients(switches):
+    target = tiny_target()
+    draft = tiny_draft(target, **switches)
+    docs = documents()
+    pack = make_pack(docs, compute(target, docs), draft, target)
+    loss, _ = unroll(draft, pack, target.head_weight[draft.vocab.target_ids_W], 3, 0.8)
+    check_equal(draft, SCRIPT["reference_unroll"](draft, pack, target.head_weight, 3, 0.8), loss)
+
+
+@pytest.mark.filterwarnings("ignore:the data has")
+@pytest.mark.parametrize("answers", [False, True])
+def test_both_ways_train_on_the_same_packs(tmp_path, answers):
+    make_target(tmp_path / "target")
+    file = tmp_path / "answers.jsonl"
+    row = {"prompt_ids": [1, 2, 3], "response_ids": list(range(20, 33))}
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(40)))
+    SCRIPT["prepare"](tmp_path, str(tmp_path / "target"), str(file) if answers else None, 64, 2)
+    done = {way: SCRIPT["work"](tmp_path, way, 64, 3) for way in ("ours", "reference")}
+    assert done["ours"]["losses"] == pytest.approx(done["reference"]["losses"], rel=0.02)
+    assert done["ours"]["tokens"] == done["reference"]["tokens"] == 128
+    assert SCRIPT["work"](tmp_path, "ours", 128, 3)["tokens"] == 256
+    assert torch.load(tmp_path / "packs-64.pt")[0]["starts"][-1] == 64
