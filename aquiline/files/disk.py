@@ -58,9 +58,9 @@ def write_json_atomic(path: str | Path, value: Any) -> None:
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         write_json(scratch, value)
-        _sync(scratch)
+        sync(scratch)
         os.replace(scratch, path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     finally:
@@ -78,7 +78,8 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     shutil.copymode(folder / "config.json", path)  # safetensors makes it readable by its owner only
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -106,9 +107,9 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
             _carry_over(folder, scratch)
         for path in [*scratch.rglob("*"), scratch]:
             if not path.is_symlink():
-                _sync(path)
+                sync(path)
         _take_the_place(scratch, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     except safetensors.SafetensorError as error:

@@ -18,6 +18,7 @@ G kv heads, E head width, W draft vocabulary, P teacher positions.
 Source: EAGLE-3 (arXiv 2503.01840), section 3.2.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,14 +247,22 @@ class HeadLoss(torch.autograd.Function):
 
 
 def unroll(
-    draft: Draft, pack: Pack, head_rows_WD: Tensor, steps: int, decay: float, *, skip_outside: bool = True
+    draft: Draft,
+    pack: Pack,
+    head_rows_WD: Tensor,
+    steps: int,
+    decay: float,
+    *,
+    skip_outside: bool = True,
+    update_rows: Sequence[int] | None = None,
 ) -> tuple[Tensor, StepStats]:
     """Unroll the draft `steps` times over a pack.
 
     `head_rows_WD` are the target's head rows of the draft vocabulary. Returns the loss, the sum over k of
     `decay**k` times the mean soft cross-entropy of step k against the teacher renormalised over the draft vocabulary,
     and what was measured on the way. With `skip_outside`, rows whose teacher arg-max the draft cannot propose are left
-    out of the loss (the reference's convention); they always count as misses.
+    out of the loss (the reference's convention); they always count as misses. Where an update has several packs,
+    `update_rows` are the `rows_in_loss` of all of them: the losses of its packs then add up to the update's loss.
     """
     plan = Plan.make(pack.supervised_T, pack.starts, steps)
     T = len(pack.ids_T)
@@ -297,7 +306,8 @@ def unroll(
 
     counts = [len(rows) for rows in scored_rows]
     teachers = torch.cat([teacher_T[rows + 1 + k] for k, rows in enumerate(scored_rows)])
-    shares = torch.cat([torch.full((n,), decay**k / max(n, 1)) for k, n in enumerate(counts)])
+    of = counts if update_rows is None else update_rows
+    shares = torch.cat([torch.full((n,), decay**k / max(of[k], 1)) for k, n in enumerate(counts)])
     loss, losses, best = HeadLoss.apply(
         torch.cat(hiddens), draft.lm_head.weight, probs_PW, teachers, shares, torch.is_grad_enabled()
     )
@@ -310,6 +320,16 @@ def unroll(
         stats.right_KT[k, rows] = proposed == pack.ids_T[rows + 2 + k]
         stats.counted_KT[k, valid] = pack.argmax_T[valid + 1 + k] == pack.ids_T[valid + 2 + k]
     return loss, stats
+
+
+def rows_in_loss(draft: Draft, pack: Pack, steps: int, *, skip_outside: bool = True) -> list[int]:
+    """Per step, how many rows of this pack the loss is a mean over."""
+    outside_T = draft.vocab.draft_ids_V[pack.argmax_T.clamp(min=0)] < 0
+    counts = []
+    for k, valid_T in enumerate(Plan.make(pack.supervised_T, pack.starts, steps).valid_KT):
+        rows = valid_T.nonzero().squeeze(1)
+        counts.append(int((~outside_T[rows + 1 + k]).sum()) if skip_outside else len(rows))
+    return counts
 
 
 def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor) -> tuple[Tensor, Tensor]:
