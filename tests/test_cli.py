@@ -30,14 +30,16 @@ SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence
 FLAGS = {
     "generate": MODEL | SAMPLING | {"--system", "--compare", "--json"},
     "chat": MODEL | SAMPLING | {"--system"},
-    "eval": MODEL | {"--json", "--limit", "--no-plain"},
+    "eval": MODEL | {"--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
     "export-target": set(),
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
-        "--eval-every", "--save-every", "--seed", "--dtype",
+        "--eval-every", "--save-every", "--seed", "--dtype", "--warm-start", "--accumulate", "--decode-every",
+        "--patience", "--pause-file", "--dry-run",
     },
 }  # fmt: skip
+OUTPUTS = {"setup.json", "state", "head", "log.jsonl", "run.svg", "tensorboard"}
 RESULT_KEYS = {
     "text", "token_ids", "finish_reason", "prompt_tokens", "generated_tokens", "cycles", "tau", "tokens_per_second",
     "decode_tokens_per_second", "tree",
@@ -239,7 +241,7 @@ def test_training_end_to_end_and_after_kills(aquiline, folders, answers, tmp_pat
     words = " ".join(err.split())  # the table is cut to the terminal's width
     for fact in ("embed_tokens.weight", "frozen", "fc.weight", "trained", "13 documents", "2 held out", "of the supe"):
         assert fact in words
-    assert {p.name for p in whole.iterdir()} == {"setup.json", "state", "head"}
+    assert {p.name for p in whole.iterdir()} == OUTPUTS
     assert {p.name for p in (answers.parent / "features").iterdir()} == {"train", "held_out"}
 
     run = json.loads((whole / "head" / "run.json").read_text())

@@ -12,8 +12,10 @@ from aquiline.train.run import TrainingRun
 from tests.test_api import END, folders  # noqa: F401 (a fixture)
 
 CONFIG = TrainConfig(
-    ttt_steps=1, batch_tokens=400, epochs=2.0, draft_vocab_size=64, held_out=1, eval_every=1, save_every=1
-)
+    ttt_steps=1, batch_tokens=400, epochs=2.0, draft_vocab_size=64, held_out=1, eval_every=1, save_every=1,
+    decode_every=0,
+)  # fmt: skip
+OUTPUTS = {"setup.json", "state", "head", "log.jsonl", "run.svg", "tensorboard"}
 pytestmark = pytest.mark.filterwarnings("ignore:the data has")
 
 
@@ -42,7 +44,7 @@ def test_nothing_is_written_until_the_features_are_open(prepare, tmp_path):
     assert not (tmp_path / "out").exists()
     shutil.rmtree(tmp_path / "features")
     assert run.run(lambda _: None)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"setup.json", "state", "head"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == OUTPUTS
 
 
 def test_rows_cut_and_dropped_are_recorded(prepare, monkeypatch):

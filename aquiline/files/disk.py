@@ -54,10 +54,15 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
 
 def write_json_atomic(path: str | Path, value: Any) -> None:
     """Write a JSON file that is there whole or, if we are killed, as it was before."""
+    write_text_atomic(path, _json_text(value))
+
+
+def write_text_atomic(path: str | Path, text: str) -> None:
+    """Write a text file that is there whole or, if we are killed, as it was before."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        write_json(scratch, value)
+        scratch.write_text(text, encoding="utf-8")
         sync(scratch)
         os.replace(scratch, path)
         sync(path.parent)
@@ -69,7 +74,11 @@ def write_json_atomic(path: str | Path, value: Any) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(_json_text(value), encoding="utf-8")
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:

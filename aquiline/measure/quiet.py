@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from aquiline.config import UserError
+from aquiline.config import UserError, require
 
 PAUSE_FILE = "AQUILINE_PAUSE_FILE"  # the environment variable that names it
 _LOADED = 0.05  # of the machine: above, times mean little
@@ -35,6 +35,15 @@ class Quiet:
     @property
     def loaded(self) -> bool:
         return self.load is not None and self.load > _LOADED
+
+    def record(self) -> dict[str, bool | float | None]:
+        return {"load": self.load, "loaded": self.loaded, "pause_file": self.pause_file}
+
+    def require(self) -> None:
+        """UserError where times mean little."""
+        require(
+            not self.loaded, f"others took {self.load or 0:.0%} of the machine meanwhile: measure again without them"
+        )
 
 
 def pause_file() -> Path | None:

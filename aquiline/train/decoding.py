@@ -3,8 +3,6 @@
 import copy
 from collections.abc import Sequence
 
-import torch
-
 from aquiline.config import REFERENCE_TREE, Limits, TreeConfig
 from aquiline.data.dataset import Document
 from aquiline.decode.engine import Engine, Request
