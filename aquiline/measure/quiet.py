@@ -22,6 +22,7 @@ from aquiline.config import UserError, require
 
 PAUSE_FILE = "AQUILINE_PAUSE_FILE"  # the environment variable that names it
 _LOADED = 0.05  # of the machine: above, times mean little
+_STAT = "/proc/stat"
 _POLL = 0.2  # seconds
 
 
@@ -114,7 +115,7 @@ def _take(file: IO[str], kind: int) -> bool:
 def _processor_seconds() -> tuple[float, float] | None:
     """(what others computed, all there was) since the machine started, in processor seconds; None where not known."""
     try:
-        with open("/proc/stat", encoding="utf-8") as f:
+        with open(_STAT, encoding="utf-8") as f:
             counts = [int(n) for n in f.readline().split()[1:9]]
     except (OSError, ValueError):
         return None

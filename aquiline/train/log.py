@@ -5,6 +5,7 @@ A resumed run repeats the updates since its last save: what had been written abo
 
 import hashlib
 import json
+import math
 import os
 import warnings
 from pathlib import Path
@@ -45,6 +46,7 @@ class RunLog:
         if self._file is None:
             self._open(progress.step)
         row = {k: v for k, v in vars(progress).items() if k != "evaluation"}
+        row["loss"] = progress.loss if math.isfinite(progress.loss) else None  # JSON has no NaN
         if progress.evaluation is not None:
             row["evaluation"] = vars(progress.evaluation)
         self._rows.append(row)
@@ -64,7 +66,7 @@ class RunLog:
             self._rows = [row for row in _whole_rows(path) if row["step"] < first]
             write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in self._rows))
         self._file = path.open("a", buffering=1, encoding="utf-8")  # a line leaves us as it is written
-        self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=first)
+        self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=first, filename_suffix=f".{first}")
         self._wandb = _start_wandb(self._folder, self._settings)
 
     def _plot(self) -> None:

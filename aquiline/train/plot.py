@@ -16,7 +16,9 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
     """Rows are those of log.jsonl."""
     done = [row for row in rows if row.get("evaluation")]
     steps = len(rows[0]["accuracy"]) if rows else 0
-    loss: list[Line] = [("loss", _COLOURS[0], _means([(r["tokens"], r["loss"]) for r in rows]))]
+    loss: list[Line] = [
+        ("loss", _COLOURS[0], _means([(r["tokens"], r["loss"]) for r in rows if r["loss"] is not None]))
+    ]
     accuracy: list[Line] = [
         (f"step {k}", _COLOURS[k % len(_COLOURS)], _means([(r["tokens"], r["accuracy"][k]) for r in rows]))
         for k in range(steps)
@@ -45,7 +47,7 @@ def _means(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _panel(number: int, title: str, lines: list[Line], last: float, *, marks: bool) -> str:
-    values = [y for _, _, points in lines for _, y in points if math.isfinite(y)]
+    values = [y for _, _, points in lines for _, y in points]
     ticks = _ticks(min(values, default=0.0), max(values, default=1.0))
     low, high = ticks[0], ticks[-1]
     bottom = number * (_HEIGHT + _TOP + _GAP) + _TOP + _HEIGHT
@@ -65,7 +67,7 @@ def _panel(number: int, title: str, lines: list[Line], last: float, *, marks: bo
     if number == 2:
         out.append(f'<text x="{_LEFT + _WIDTH}" y="{bottom + 36}" text-anchor="end">token passes</text>')
     for i, (label, colour, points) in enumerate(lines):
-        shown = [at(x, y) for x, y in points if math.isfinite(y)]
+        shown = [at(x, y) for x, y in points]
         out.append(f'<polyline points="{" ".join(shown)}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         if marks or len(shown) == 1:
             out += [f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="2.5" fill="{colour}"/>' for p in shown]
