@@ -19,6 +19,7 @@ from aquiline.cli import decode, train
 from aquiline.cli import main as cli
 from aquiline.config import DEFAULT_TREE
 from aquiline.files import checkpoint
+from aquiline.measure import quiet
 from tests.test_api import folders, load, make_draft  # noqa: F401 (a fixture)
 from tests.test_evaluate import PLAIN_KEYS
 from tests.tiny_chat import assistant, byte_chat, user
@@ -192,6 +193,32 @@ def test_eval_json_follows_its_contract(aquiline, folders, prompt_files, tmp_pat
     assert record["settings"]["limit"] == 1
 
 
+def test_eval_takes_the_pause_file_and_says_when_the_machine_was_not_its_own(
+    aquiline,
+    folders,
+    prompt_files,
+    tmp_path,
+    monkeypatch,  # noqa: F811
+):
+    asked = [(0.0, 0.0), (5.0, 10.0), (0.0, 0.0), (5.0, 10.0), (0.0, 0.0), (0.1, 10.0)]  # others', all processor time
+    monkeypatch.setattr(quiet, "_processor_seconds", lambda: asked.pop(0))
+    monkeypatch.setenv("AQUILINE_PAUSE_FILE", str(tmp_path / "pause"))
+    arguments = ["eval", prompt_files[1], *models(folders, "ngram"), "--max-new-tokens", 9, "--json", "-"]
+    code, out, err = aquiline(*arguments)
+    assert code == 0
+    assert "took 50% of the machine meanwhile: the times are left out" in err
+    assert json.loads(out)["tasks"]["two"]["tokens_per_second"] is None
+    assert json.loads(out)["machine"]["pause_file"] is True
+    code, out, err = aquiline(*arguments, "--allow-load")
+    assert "kept all the same" in err
+    assert json.loads(out)["tasks"]["two"]["tokens_per_second"] > 0
+    assert json.loads(out)["machine"]["loaded"] is True
+    code, out, err = aquiline(*arguments)
+    assert "warning" not in err
+    assert json.loads(out)["machine"]["load"] == 0.01
+    assert (tmp_path / "pause").exists()
+
+
 def test_export_target_loads_back_the_same(aquiline, folders, tmp_path):  # noqa: F811
     code, _, err = aquiline("export-target", folders / "target", tmp_path / "out")
     assert code == 0
@@ -230,6 +257,17 @@ def train_arguments(root, answers, out, *more):
 
 def state(out):
     return torch.load(out / "state" / "state.pt", weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:the data has")
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(aquiline, folders, answers, tmp_path):  # noqa: F811
+    shutil.copy(answers, tmp_path / "answers.jsonl")
+    code, _, err = aquiline(*train_arguments(folders, tmp_path / "answers.jsonl", tmp_path / "out", "--dry-run"))
+    assert code == 0
+    for fact in ("parameters are trained", "updates over", "s each", "in all", "GiB of memory", "GiB on disk"):
+        assert fact in err
+    assert "nothing was written" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"]
 
 
 @pytest.mark.filterwarnings("ignore:the data has")
