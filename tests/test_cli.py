@@ -193,13 +193,8 @@ def test_eval_json_follows_its_contract(aquiline, folders, prompt_files, tmp_pat
     assert record["settings"]["limit"] == 1
 
 
-def test_eval_takes_the_pause_file_and_says_when_the_machine_was_not_its_own(
-    aquiline,
-    folders,
-    prompt_files,
-    tmp_path,
-    monkeypatch,  # noqa: F811
-):
+def test_eval_takes_the_pause_file(aquiline, folders, prompt_files, tmp_path, monkeypatch):  # noqa: F811
+    """And says when the machine was not its own."""
     asked = [(0.0, 0.0), (5.0, 10.0), (0.0, 0.0), (5.0, 10.0), (0.0, 0.0), (0.1, 10.0)]  # others', all processor time
     monkeypatch.setattr(quiet, "_processor_seconds", lambda: asked.pop(0))
     monkeypatch.setenv("AQUILINE_PAUSE_FILE", str(tmp_path / "pause"))
