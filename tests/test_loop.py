@@ -221,9 +221,9 @@ def test_a_run_that_gets_no_better_ends_early_and_stays_ended(tmp_path, monkeypa
     config = dataclasses.replace(CONFIG, eval_every=1, save_every=50, patience=2)
     saved, reported = [], []
     t = trainer(tmp_path, config, saved)
-    t.report = lambda p: reported.append(p.step)
+    t.report = lambda p: reported.append((p.step, p.ended_early))
     assert t.run()
-    assert reported == [1, 2, 3, 4]
+    assert reported == [(1, False), (2, False), (3, False), (4, True)]
     assert [tau for _, tau in saved] == [1.2, 1.5, 1.5]
     again = trainer(tmp_path, config)
     again.report = lambda p: pytest.fail("trained on")

@@ -187,6 +187,8 @@ def _training_report(bar: Progress) -> "Callable[[loop.Progress], None]":
         bar.update(task, completed=progress.step, total=progress.total, note=line)
         if bar.disable and (progress.evaluation is not None or progress.step % 10 == 0 or progress.step == 1):
             note(f"{progress.step}/{progress.total} · {progress.seconds / 60:.1f} min · {line}")
+        if progress.ended_early:
+            note(f"ended early, after {progress.step} of {progress.total} updates: tau got no better (--patience)")
 
     return report
 

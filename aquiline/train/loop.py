@@ -128,6 +128,7 @@ class Progress:
     accuracy: list[float]
     skipped: int = 0  # updates without a finite gradient, over the whole run
     evaluation: Evaluation | None = None
+    ended_early: bool = False  # there was no better accepted length for `patience` evaluations
 
 
 @dataclass
@@ -186,6 +187,7 @@ class Trainer:
             done = state.step == self.total
             if done or state.step % config.eval_every == 0:
                 progress.evaluation = self._evaluate(state, progress)
+            progress.ended_early = state.ended_early
             done |= state.ended_early
             if done or state.step % config.save_every == 0:
                 self._save(state)
