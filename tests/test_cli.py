@@ -15,7 +15,6 @@ import torch
 import typer
 
 from aquiline.api import load_chat
-from aquiline.cli import decode, train
 from aquiline.cli import main as cli
 from aquiline.config import DEFAULT_TREE
 from aquiline.files import checkpoint
@@ -24,6 +23,7 @@ from tests.test_api import folders, load, make_draft  # noqa: F401 (a fixture)
 from tests.test_evaluate import PLAIN_KEYS
 from tests.tiny_chat import assistant, byte_chat, user
 
+decode, train = cli.decode, cli.train  # by way of main: verbs are declared in the order in which they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ever accepted")
 
 MODEL = {"--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--temperature", "--seed"}
