@@ -319,6 +319,4 @@ def load(
             hint = "the default draft belongs to the default target; give --draft a head for this one, ngram or none"
             raise UserError(f"{error}. {hint}") from error
         raise
-    run, last = folder.resolve().parts[-2:]
-    # A training run's head lies in RUN/head, and the run's name is the telling part.
-    return Model(model.pack(), head.pack(), chat, name, f"{run}/{last}" if last == "head" else last, folder)
+    return Model(model.pack(), head.pack(), chat, name, checkpoint.draft_name(folder), folder)

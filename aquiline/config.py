@@ -279,6 +279,9 @@ class SamplingConfig:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
+DEFAULT_DRAFT_VOCAB = 8192
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """A training run. Lengths are in tokens, learning rates per update."""
@@ -292,10 +295,11 @@ class TrainConfig:
     clip: float = 0.5
     ttt_steps: int = 7
     ttt_decay: float = 0.8  # the loss of step k weighs ttt_decay ** k
-    batch_tokens: int = 2048  # tokens of one optimiser update, all rows counted
+    batch_tokens: int = 2048  # tokens of one pack, all rows counted
+    accumulate: int = 1  # packs of one optimiser update
     max_length: int = 2048  # longer rows are cut
     epochs: float = 1.0
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int | None = None  # None: that of the head the run starts from, else DEFAULT_DRAFT_VOCAB
     loss: str = "ce"  # ce: soft cross-entropy; lk: -log of the probability that the target accepts the draft's token
     feature_loss: bool = False  # only with the target's final state: also regress the next feature (train/ttt.py)
     switches: tuple[str, ...] = ()  # of SWITCHES
@@ -305,6 +309,8 @@ class TrainConfig:
     skip_outside: bool = True  # leave rows whose teacher arg-max is outside the draft vocabulary out of the loss
     eval_every: int = 100  # optimiser updates
     save_every: int = 100
+    decode_every: int = 10  # evaluations; then, and at the end, some held-out prompts are really decoded; 0: never
+    patience: int = 0  # evaluations without a better accepted length after which the run ends; 0: never
     held_out: int = 48  # greedy rows kept apart for the walk
     seed: int = 0
 
@@ -315,12 +321,18 @@ class TrainConfig:
         for name in self.switches:
             require(name in SWITCHES, f"switch {name!r} is not known; known: {', '.join(SWITCHES)}")
         require(len(set(self.switches)) == len(self.switches), f"a switch is given twice: {', '.join(self.switches)}")
+        require(
+            self.accumulate == 1 or not self.feature_loss,
+            f"accumulate {self.accumulate} and the feature loss, an ablation, do not go together",
+        )
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 require(math.isfinite(value) and value >= 0, f"{f.name} {value} must be a number, not negative")
-        for name in ("ttt_steps", "batch_tokens", "max_length", "draft_vocab_size", "eval_every", "save_every"):
-            require(getattr(self, name) >= 1, f"{name} {getattr(self, name)} must be at least 1")
+        positive = ("ttt_steps", "batch_tokens", "accumulate", "max_length", "eval_every", "save_every")
+        for name in (*positive, "draft_vocab_size"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} {value} must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from aquiline.api import load
 from aquiline.config import TreeConfig
 from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, versions
+from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
 
 GRID = ["2:1:2", "2:3:5", "3:1:3", "3:2:5", "3:3:7", "4:1:4", "4:3:8", "4:4:11", "5:4:15"]
@@ -25,18 +26,20 @@ def main() -> None:
     seconds: dict[str | None, list[float]] = {way: [] for way in ways}
     emitted: dict[str | None, list[int]] = {way: [] for way in ways}
     cycles: dict[str | None, list[int]] = {way: [] for way in ways}
-    for number, prompt in enumerate(prompts):
-        ids = model.prompt_ids(prompt.messages)
-        if number == 0:
-            for way in ways:
-                model.generate(ids, max_new_tokens=8, tree=way, plain=way is None)
-        turn = number % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            result = model.generate(ids, max_new_tokens=tokens, tree=way, plain=way is None)
-            seconds[way].append(result.seconds)
-            emitted[way].append(result.generated_tokens)
-            cycles[way].append(result.cycles)
-        print(f"{number + 1}/{len(prompts)}", file=sys.stderr, flush=True)
+    with quiet(pause_file()) as found:
+        for number, prompt in enumerate(prompts):
+            ids = model.prompt_ids(prompt.messages)
+            if number == 0:
+                for way in ways:
+                    model.generate(ids, max_new_tokens=8, tree=way, plain=way is None)
+            turn = number % len(ways)
+            for way in ways[turn:] + ways[:turn]:
+                result = model.generate(ids, max_new_tokens=tokens, tree=way, plain=way is None)
+                seconds[way].append(result.seconds)
+                emitted[way].append(result.generated_tokens)
+                cycles[way].append(result.cycles)
+            print(f"{number + 1}/{len(prompts)}", file=sys.stderr, flush=True)
+    found.require()
     same = [i for i in range(len(prompts)) if len({emitted[way][i] for way in ways}) == 1]
     rows = {}
     for way in GRID:
@@ -56,7 +59,7 @@ def main() -> None:
         "max_new_tokens": tokens,
         "plain_tokens_per_second": sum(emitted[None]) / sum(seconds[None]),
         "settings": {"target": model.target_name, "draft": model.draft_name, "dtype": model.dtype},
-        "machine": machine(model.target.device),
+        "machine": machine(model.target.device) | found.record(),
         "versions": versions(),
     }
     write_json_atomic(out, record)

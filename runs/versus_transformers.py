@@ -20,6 +20,7 @@ from aquiline.api import load, load_chat, load_target
 from aquiline.files.checkpoint import export_target
 from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, versions
+from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
 
 
@@ -43,20 +44,22 @@ def main() -> None:
     ratios: list[float] = []
     rates: dict[str, list[float]] = {"ours": [], "transformers": []}
     equal = 0
-    for path in paths:
-        for number, prompt in enumerate(read_prompts(path, limit)):
-            ids = ours.prompt_ids(prompt.messages)
-            if not ratios:
-                run_ours(ids[:64]), run_theirs(ids[:64])  # warm up
-            order = (run_ours, run_theirs) if number % 2 == 0 else (run_theirs, run_ours)
-            done = {run: run(ids) for run in order}
-            (mine, my_time), (other, their_time) = done[run_ours], done[run_theirs]
-            equal += mine == other
-            rates["ours"].append(len(mine) / my_time)
-            rates["transformers"].append(len(other) / their_time)
-            if len(mine) == len(other):
-                ratios.append(their_time / my_time)
-                print(f"{Path(path).stem} {prompt.id}: {ratios[-1]:.2f}", flush=True)
+    with quiet(pause_file()) as found:
+        for path in paths:
+            for number, prompt in enumerate(read_prompts(path, limit)):
+                ids = ours.prompt_ids(prompt.messages)
+                if not ratios:
+                    run_ours(ids[:64]), run_theirs(ids[:64])  # warm up
+                order = (run_ours, run_theirs) if number % 2 == 0 else (run_theirs, run_ours)
+                done = {run: run(ids) for run in order}
+                (mine, my_time), (other, their_time) = done[run_ours], done[run_theirs]
+                equal += mine == other
+                rates["ours"].append(len(mine) / my_time)
+                rates["transformers"].append(len(other) / their_time)
+                if len(mine) == len(other):
+                    ratios.append(their_time / my_time)
+                    print(f"{Path(path).stem} {prompt.id}: {ratios[-1]:.2f}", flush=True)
+    found.require()
     record = {
         "ratio_median": statistics.median(ratios),
         "ratio_min": min(ratios),
@@ -68,7 +71,7 @@ def main() -> None:
         "dtype": "float32",
         "max_new_tokens": tokens,
         "files": [Path(p).name for p in paths],
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(torch.device("cpu")) | found.record(),
         "versions": versions(),
     }
     write_json_atomic(out, record)

@@ -15,14 +15,15 @@ import torch
 import typer
 
 from aquiline.api import load_chat
-from aquiline.cli import decode, train
 from aquiline.cli import main as cli
 from aquiline.config import DEFAULT_TREE
 from aquiline.files import checkpoint
+from aquiline.measure import quiet
 from tests.test_api import folders, load, make_draft  # noqa: F401 (a fixture)
 from tests.test_evaluate import PLAIN_KEYS
 from tests.tiny_chat import assistant, byte_chat, user
 
+decode, train = cli.decode, cli.train  # by way of main: verbs are declared in the order in which they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ever accepted")
 
 MODEL = {"--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--temperature", "--seed"}
@@ -30,15 +31,17 @@ SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence
 FLAGS = {
     "generate": MODEL | SAMPLING | {"--system", "--compare", "--json"},
     "chat": MODEL | SAMPLING | {"--system"},
-    "eval": MODEL | {"--json", "--limit", "--no-plain"},
+    "eval": MODEL | {"--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
     "export-target": set(),
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
-        "--eval-every", "--save-every", "--seed", "--dtype", "--loss", "--feature-loss", "--switch", "--init",
-        "--freeze-lm-head", "--checkpoint-activations",
+        "--eval-every", "--save-every", "--seed", "--dtype", "--warm-start", "--accumulate", "--decode-every",
+        "--patience", "--pause-file", "--dry-run",
+        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--checkpoint-activations",
     },
 }  # fmt: skip
+OUTPUTS = {"setup.json", "state", "head", "log.jsonl", "run.svg", "tensorboard"}
 RESULT_KEYS = {
     "text", "token_ids", "finish_reason", "prompt_tokens", "generated_tokens", "cycles", "tau", "tokens_per_second",
     "decode_tokens_per_second", "tree",
@@ -191,6 +194,27 @@ def test_eval_json_follows_its_contract(aquiline, folders, prompt_files, tmp_pat
     assert record["settings"]["limit"] == 1
 
 
+def test_eval_takes_the_pause_file(aquiline, folders, prompt_files, tmp_path, monkeypatch):  # noqa: F811
+    """And says when the machine was not its own."""
+    asked = [(0.0, 0.0), (5.0, 10.0), (0.0, 0.0), (5.0, 10.0), (0.0, 0.0), (0.1, 10.0)]  # others', all processor time
+    monkeypatch.setattr(quiet, "_processor_seconds", lambda: asked.pop(0))
+    monkeypatch.setenv("AQUILINE_PAUSE_FILE", str(tmp_path / "pause"))
+    arguments = ["eval", prompt_files[1], *models(folders, "ngram"), "--max-new-tokens", 9, "--json", "-"]
+    code, out, err = aquiline(*arguments)
+    assert code == 0
+    assert "took 50% of the machine meanwhile: the times are left out" in err
+    assert json.loads(out)["tasks"]["two"]["tokens_per_second"] is None
+    assert json.loads(out)["machine"]["pause_file"] is True
+    code, out, err = aquiline(*arguments, "--allow-load")
+    assert "kept all the same" in err
+    assert json.loads(out)["tasks"]["two"]["tokens_per_second"] > 0
+    assert json.loads(out)["machine"]["loaded"] is True
+    code, out, err = aquiline(*arguments)
+    assert "warning" not in err
+    assert json.loads(out)["machine"]["load"] == 0.01
+    assert (tmp_path / "pause").exists()
+
+
 def test_export_target_loads_back_the_same(aquiline, folders, tmp_path):  # noqa: F811
     code, _, err = aquiline("export-target", folders / "target", tmp_path / "out")
     assert code == 0
@@ -232,6 +256,17 @@ def state(out):
 
 
 @pytest.mark.filterwarnings("ignore:the data has")
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(aquiline, folders, answers, tmp_path):  # noqa: F811
+    shutil.copy(answers, tmp_path / "answers.jsonl")
+    code, _, err = aquiline(*train_arguments(folders, tmp_path / "answers.jsonl", tmp_path / "out", "--dry-run"))
+    assert code == 0
+    for fact in ("parameters are trained", "updates over", "s each", "in all", "GiB of memory", "GiB on disk"):
+        assert fact in err
+    assert "nothing was written" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+@pytest.mark.filterwarnings("ignore:the data has")
 def test_training_end_to_end_and_after_kills(aquiline, folders, answers, tmp_path, monkeypatch):  # noqa: F811
     whole = tmp_path / "whole"
     code, _, err = aquiline(*train_arguments(folders, answers, whole))
@@ -240,7 +275,7 @@ def test_training_end_to_end_and_after_kills(aquiline, folders, answers, tmp_pat
     words = " ".join(err.split())  # the table is cut to the terminal's width
     for fact in ("embed_tokens.weight", "frozen", "fc.weight", "trained", "13 documents", "2 held out", "of the supe"):
         assert fact in words
-    assert {p.name for p in whole.iterdir()} == {"setup.json", "state", "head"}
+    assert {p.name for p in whole.iterdir()} == OUTPUTS
     assert {p.name for p in (answers.parent / "features").iterdir()} == {"train", "held_out"}
 
     run = json.loads((whole / "head" / "run.json").read_text())

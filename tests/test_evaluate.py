@@ -9,7 +9,17 @@ import torch
 from aquiline.api import Result
 from aquiline.config import EvalConfig, TreeConfig, UserError
 from aquiline.measure import evaluate
-from aquiline.measure.evaluate import compare, divergence, make_record, render, speedup, summarise, warm_up
+from aquiline.measure.evaluate import (
+    TIMED,
+    compare,
+    divergence,
+    make_record,
+    render,
+    speedup,
+    summarise,
+    warm_up,
+)
+from aquiline.measure.quiet import Quiet
 from aquiline.measure.tasks import Prompt
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
 from tests.tiny_chat import user
@@ -68,6 +78,25 @@ def test_the_record_follows_its_contract_and_its_formulas(model):
     assert record["versions"]["torch"] == torch.__version__
     assert "tau" in record["definitions"]
     json.dumps(record, allow_nan=False)
+
+
+def test_times_of_a_loaded_machine_are_left_out_unless_they_are_wanted(model):
+    config = EvalConfig(TreeConfig(3, 1, 3), 12)
+    block = summarise(list(compare(model, render(model, "t", PROMPTS[:2]), config)), config, model.draft)
+    arguments = (model, config, {"t": PROMPTS[:2]}, {"t": block})
+    for quiet, more in ((Quiet(True, 0.5), {"allow_load": True}), (Quiet(True, 0.01), {}), (Quiet(False, None), {})):
+        record = make_record(*arguments, quiet, **more)
+        assert record["tasks"]["t"] == block
+        assert record["mean"]["speedup_median"] == block["speedup_median"]
+        assert record["machine"].items() >= quiet.record().items()
+    record = make_record(*arguments, Quiet(False, 0.5))
+    assert (record["machine"]["loaded"], record["machine"]["load"]) == (True, 0.5)
+    assert record["tasks"]["t"]["tau"] == record["mean"]["tau"] == block["tau"]
+    assert {k for k in block if record["tasks"]["t"][k] != block[k]} == {
+        "tokens_per_second", "plain_tokens_per_second", "speedup_median", "speedup_min", "speedup_max",
+    }  # fmt: skip
+    assert {record["tasks"]["t"][k] for k in TIMED} == {None}
+    assert "speedup_median" not in record["mean"]
 
 
 def test_without_plain_runs_their_keys_are_left_out_and_a_tree_has_no_n_alpha(model):

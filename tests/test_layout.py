@@ -12,6 +12,7 @@ OPENERS = {"__init__.py", "__main__.py"}
 INSIDE_FUNCTIONS = {  # what may be imported there: in the one place that needs it, and late, for it is slow or optional
     "data/chat.py": {"tokenizers", "transformers"},
     "files/checkpoint.py": {"huggingface_hub"},
+    "train/log.py": {"wandb"},
 }
 
 

@@ -2,22 +2,29 @@
 
 import dataclasses
 import itertools
+import threading
+import time
 
 import pytest
 import torch
 
-from aquiline.config import TrainConfig, UserError
+from aquiline.config import Limits, TrainConfig, TreeConfig, UserError
 from aquiline.data.dataset import fingerprint, hold_out
 from aquiline.data.features import FeatureStore, compute
+from aquiline.decode.engine import Engine, Request
+from aquiline.measure.quiet import quiet
 from aquiline.train import loop
 from aquiline.train.init import init_draft
-from aquiline.train.loop import Float32Muon, Trainer, _orthogonal, make_optimizers, schedule
+from aquiline.train.loop import Trainer
+from aquiline.train.optim import Float32Muon, _orthogonal, make_optimizers, schedule
 from tests.conftest import tiny_draft, tiny_target
 from tests.test_features import document
+from tests.test_quiet import taken
 
 CONFIG = TrainConfig(
-    ttt_steps=3, batch_tokens=48, epochs=2.0, held_out=3, eval_every=4, save_every=3, draft_vocab_size=40
-)
+    ttt_steps=3, batch_tokens=48, epochs=2.0, held_out=3, eval_every=4, save_every=3, decode_every=0,
+    draft_vocab_size=40,
+)  # fmt: skip
 
 
 def trainer(folder, config=CONFIG, saved=None):
@@ -184,3 +191,112 @@ def test_the_targets_features_are_computed_in_its_own_precision_whatever_the_dra
     loop.evaluate(t.draft, t.target, t.held_out, t.config, t.target.head_weight[t.draft.vocab.target_ids_W])
     assert seen
     assert not any(seen)
+
+
+@pytest.mark.parametrize("skip_outside", [True, False])
+def test_gradients_of_an_update_do_not_depend_on_how_it_is_packed(tmp_path, monkeypatch, skip_outside):
+    monkeypatch.setattr(loop, "fast_bf16", lambda _: False)  # rounding is not what is tested
+    config = dataclasses.replace(CONFIG, skip_outside=skip_outside)
+    t = trainer(tmp_path, config)
+    t.store.documents[1].supervised[:-2] = False  # packs differ in how many rows they teach, step by step
+    found = []
+    for group in ([[0, 1, 2, 3, 4]], [[0, 1], [2], [3, 4]], [[1], [4, 3, 2, 0]]):
+        t.draft.zero_grad()
+        loss, accuracy = t.backward(group)
+        found.append((loss, accuracy, torch.cat([p.grad.flatten() for p in t.draft.parameters()])))
+    for loss, accuracy, gradient in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-5)
+        assert accuracy == pytest.approx(found[0][1])
+        assert torch.allclose(gradient, found[0][2], rtol=1e-4, atol=1e-6)
+    assert found[0][2].abs().max() > 1e-3
+    # The mean of the packs' own means is something else: what they teach differs in size.
+    t.draft.zero_grad()
+    halves = [t.backward([numbers])[0] for numbers in ([0, 1], [2], [3, 4])]
+    assert sum(halves) / 3 != pytest.approx(found[0][0], rel=1e-4)
+
+
+def test_updates_group_the_packs_of_an_epoch(tmp_path):
+    single = list(trainer(tmp_path).epoch(1))
+    assert all(len(group) == 1 for group in single)
+    double = list(trainer(tmp_path, dataclasses.replace(CONFIG, accumulate=3)).epoch(1))
+    assert [pack for group in double for pack in group] == [pack for group in single for pack in group]
+    assert [len(group) for group in double[:-1]] == [3] * (len(double) - 1)
+    assert trainer(tmp_path, dataclasses.replace(CONFIG, accumulate=3)).total == 2 * len(double)
+
+
+def test_a_run_that_gets_no_better_ends_early_and_stays_ended(tmp_path, monkeypatch):
+    made = iter([1.2, 1.5, 1.5, 1.4])  # equal is no better
+    monkeypatch.setattr(loop, "evaluate", lambda *a: loop.Evaluation([], [], next(made), []))
+    config = dataclasses.replace(CONFIG, eval_every=1, save_every=50, patience=2)
+    saved, reported = [], []
+    t = trainer(tmp_path, config, saved)
+    t.report = lambda p: reported.append((p.step, p.ended_early))
+    assert t.run()
+    assert reported == [(1, False), (2, False), (3, False), (4, True)]
+    assert [tau for _, tau in saved] == [1.2, 1.5, 1.5]
+    again = trainer(tmp_path, config)
+    again.report = lambda p: pytest.fail("trained on")
+    assert again.run()
+    assert next(made, None) is None
+
+
+def test_the_count_of_evaluations_without_progress_is_resumed(tmp_path, monkeypatch):
+    made = iter([1.5, 1.2, 1.2, 1.2])
+    monkeypatch.setattr(loop, "evaluate", lambda *a: loop.Evaluation([], [], next(made), []))
+    config = dataclasses.replace(CONFIG, eval_every=1, patience=2)
+    assert not trainer(tmp_path, config).run(iter([False, False, True]).__next__)  # after 1.5 and one without progress
+    assert trainer(tmp_path, config).run()
+    assert len(torch.load(tmp_path / "state.pt")["state"]["history"]) == 3
+    assert torch.load(tmp_path / "state.pt")["state"]["best"] == 1.5
+
+
+def test_decoding_on_the_way_is_real_and_disturbs_nothing(tmp_path):
+    histories, runs = [], []
+    for every in (0, 2):
+        t = trainer(tmp_path / str(every), dataclasses.replace(CONFIG, eval_every=2, decode_every=every))
+        assert t.run()
+        runs.append(t)
+        histories.append(torch.load(tmp_path / str(every) / "state.pt")["state"]["history"])
+    assert torch.equal(weights(runs[0]), weights(runs[1]))
+    assert all(row["decoded"] is None for row in histories[0])
+    decoded = [row["decoded"] for row in histories[1]]
+    assert [d is not None for d in decoded[:-1]] == [i % 2 == 1 for i in range(len(decoded) - 1)]
+    t, last = runs[1], decoded[-1]
+    assert set(last) == {"3:1:3", "6:8:60"}
+    for tree, tau in last.items():  # each prompt on its own, in an engine of its own
+        lengths = []
+        for d in t.held_out.documents:
+            first, end = d.replies[0]
+            request = Request(d.ids[:first].tolist(), limits=Limits(end - first), tree=TreeConfig.parse(tree))
+            Engine(t.target, t.draft).run([request])
+            lengths += request.cycle_lengths
+        assert tau == sum(lengths) / len(lengths)
+
+
+def test_a_run_waits_while_a_measurement_holds_the_pause_file_and_the_time_does_not_count(tmp_path):
+    t = trainer(tmp_path / "run")
+    t.pause_file = tmp_path / "pause"
+    seconds, held = [], []
+
+    def report(progress):
+        seconds.append(progress.seconds)
+        if progress.step == 3:
+            thread.start()
+            while not taken(t.pause_file):
+                time.sleep(0.01)
+
+    def measure():
+        with quiet(t.pause_file):
+            held.append(len(seconds))
+            time.sleep(1.5)
+            held.append(len(seconds))
+
+    thread = threading.Thread(target=measure)
+    t.report = report
+    started = time.monotonic()
+    assert t.run()
+    took = time.monotonic() - started
+    thread.join()
+    assert held == [3, 3]
+    assert len(seconds) == t.total
+    assert took - seconds[-1] > 1.4

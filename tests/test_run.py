@@ -1,19 +1,25 @@
 """A training run's folder: what it may begin in, what it writes and when."""
 
+import dataclasses
+import hashlib
 import json
 import shutil
 
 import pytest
 import torch
 
-from aquiline.config import TrainConfig, UserError
+from aquiline.config import AquilineWarning, TrainConfig, UserError
 from aquiline.data.chat import Chat
+from aquiline.data.dataset import token_counts
+from aquiline.files import checkpoint
 from aquiline.train.run import TrainingRun
-from tests.test_api import END, folders  # noqa: F401 (a fixture)
+from tests.test_api import END, folders, make_draft, make_target  # noqa: F401 (a fixture)
 
 CONFIG = TrainConfig(
-    ttt_steps=1, batch_tokens=400, epochs=2.0, draft_vocab_size=64, held_out=1, eval_every=1, save_every=1
-)
+    ttt_steps=1, batch_tokens=400, epochs=2.0, draft_vocab_size=64, held_out=1, eval_every=1, save_every=1,
+    decode_every=0,
+)  # fmt: skip
+OUTPUTS = {"setup.json", "state", "head", "log.jsonl", "run.svg", "tensorboard"}
 pytestmark = pytest.mark.filterwarnings("ignore:the data has")
 
 
@@ -42,7 +48,7 @@ def test_nothing_is_written_until_the_features_are_open(prepare, tmp_path):
     assert not (tmp_path / "out").exists()
     shutil.rmtree(tmp_path / "features")
     assert run.run(lambda _: None)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"setup.json", "state", "head"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == OUTPUTS
 
 
 def test_rows_cut_and_dropped_are_recorded(prepare, monkeypatch):
@@ -82,3 +88,100 @@ def test_another_vocabulary_does_not_resume(prepare, tmp_path):
     with pytest.raises(UserError, match="draft_vocabulary was 'x'"):
         prepare()
     assert torch.load(tmp_path / "out" / "state" / "state.pt")["state"]["step"] > 0
+
+
+@pytest.fixture
+def other_data(tmp_path):
+    """Rows of other tokens than those of `prepare`: their most frequent ones would make another vocabulary."""
+    path = tmp_path / "other.jsonl"
+    rows = [
+        {"id": f"o{i}", "temperature": 0, "prompt_ids": [i, 2, 3], "response_ids": [100 + i, 120, 121, 140 + i, END]}
+        for i in range(9)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_a_warm_start_keeps_weights_map_layers_and_switches(folders, other_data, tmp_path):  # noqa: F811
+    head = tmp_path / "first" / "head"
+    target = checkpoint.load_target(folders / "target", torch.float32, "cpu", (0, 2, 5))
+    make_draft(head, target, norm_output=True, trained_length=300)
+    (head / "run.json").write_text(json.dumps({"step": 625, "tokens": 1000}))
+    chat = Chat.from_folder(folders / "target", [END])
+    config = TrainConfig(ttt_steps=1, batch_tokens=400, held_out=1, eval_every=1, decode_every=0)
+
+    def prepare(config=config, **more) -> TrainingRun:
+        return TrainingRun.prepare([other_data], tmp_path / "out", folders / "target", chat, config, **more)
+
+    run = prepare(warm_start=head)
+    before = checkpoint.load_draft(head, target)
+    assert torch.equal(run.draft.vocab.target_ids_W, before.vocab.target_ids_W)
+    assert run.draft.config == before.config  # layers 0, 2, 5; norm_output; trained to 300
+    assert run.config.draft_vocab_size == 200
+    assert all(torch.equal(p, before.state_dict()[name]) for name, p in run.draft.state_dict().items())
+    counted = token_counts(run.training, END + 1)
+    known = sum(int(counted[i]) for i in before.vocab.target_ids_W.tolist())
+    assert run.record["data"]["coverage"] == pytest.approx(known / int(counted.sum()))
+    sha256 = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()
+    assert run.record["warm_start"] == {"head": "first/head", "sha256": sha256, "step": 625, "tokens": 1000}
+    assert {row[3] for row in run.tensors()[1:]} == {"first/head"}
+
+    assert run.run(lambda _: None)
+    after = checkpoint.load_draft(tmp_path / "out" / "head", target)
+    assert torch.equal(after.vocab.target_ids_W, before.vocab.target_ids_W)  # pitfall: learnt on other tokens, same d2t
+    assert not torch.equal(after.fc.weight, before.fc.weight)
+    found = json.loads((tmp_path / "out" / "head" / "run.json").read_text())
+    assert found["warm_start"] == run.record["warm_start"]
+    assert found["best"]["step"] >= 1
+    assert prepare(warm_start=head).run(lambda _: None)  # the same command: nothing left to do
+
+    with pytest.raises(UserError, match=r"belongs to another run: .*draft_vocabulary"):
+        prepare(dataclasses.replace(config, draft_vocab_size=200), capture_after=(0, 2, 5))  # without the warm start
+    for more, words in (
+        ({"config": dataclasses.replace(config, draft_vocab_size=64)}, "has a draft vocabulary of 200"),
+        ({"capture_after": (1, 3, 4)}, r"reads the states after layers \[0, 2, 5\]"),
+    ):
+        with pytest.raises(UserError, match=words):
+            prepare(warm_start=head, **more)
+    prepare(dataclasses.replace(config, draft_vocab_size=200), warm_start=head, capture_after=(0, 2, 5))
+
+
+def test_a_warm_start_warns_of_other_weights_and_refuses_another_structure(folders, other_data, tmp_path):  # noqa: F811
+    chat = Chat.from_folder(folders / "target", [END])
+    make_target(tmp_path / "tuned", seed=5)
+    make_target(tmp_path / "deeper", num_layers=9)
+    arguments = (chat, TrainConfig(held_out=1))
+    with pytest.warns(AquilineWarning, match="other weights of the same structure"):
+        TrainingRun.prepare([other_data], tmp_path / "a", tmp_path / "tuned", *arguments, warm_start=folders / "draft")
+    with pytest.raises(UserError, match="with 8 layers"):
+        TrainingRun.prepare([other_data], tmp_path / "b", tmp_path / "deeper", *arguments, warm_start=folders / "draft")
+
+
+def test_a_draft_with_its_own_embedding_keeps_it_frozen(folders, other_data, tmp_path):  # noqa: F811
+    make_draft(tmp_path / "own", checkpoint.load_target(folders / "target", torch.float32), own_embedding=True)
+    chat = Chat.from_folder(folders / "target", [END])
+    config = TrainConfig(ttt_steps=1, held_out=1, decode_every=0)
+    run = TrainingRun.prepare(
+        [other_data], tmp_path / "out", folders / "target", chat, config, warm_start=tmp_path / "own"
+    )
+    before = run.draft.embed_tokens.weight.clone()
+    size = before.numel()
+    assert run.parameters()[1] == size
+    assert run.parameters()[0] == sum(p.numel() for p in run.draft.parameters()) - size
+    assert run.run(lambda _: None)
+    assert torch.equal(run.draft.embed_tokens.weight, before)
+
+
+def test_an_estimate_is_of_the_whole_run_and_leaves_no_trace(prepare, tmp_path):
+    run = prepare(features=tmp_path / "features")
+    weights = {name: t.clone() for name, t in run.draft.state_dict().items()}
+    e = run.estimate()
+    assert {p.name for p in tmp_path.iterdir()} == {"data.jsonl"}
+    assert all(torch.equal(t, weights[name]) for name, t in run.draft.state_dict().items())
+    assert e.tokens == 2 * run.record["data"]["tokens"]
+    steps = []
+    assert run.run(lambda p: steps.append(p.step))
+    assert e.updates == steps[-1]
+    assert 0 < e.features_share < 1
+    assert e.memory > 2**26
+    assert e.updates * e.update_seconds * (1 - e.features_share) < e.seconds - e.updates * e.evaluation_seconds

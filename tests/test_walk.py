@@ -7,7 +7,8 @@ from aquiline.config import SWITCHES, TOP, Limits, TrainConfig, TreeConfig
 from aquiline.data.dataset import Document
 from aquiline.data.features import compute
 from aquiline.decode.engine import Engine, Request
-from aquiline.train.loop import make_optimizers, make_pack
+from aquiline.train.loop import make_pack
+from aquiline.train.optim import make_optimizers
 from aquiline.train.ttt import unroll
 from aquiline.train.walk import Walk
 from tests.conftest import tiny_draft, tiny_target

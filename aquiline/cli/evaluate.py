@@ -1,7 +1,8 @@
 """`eval`."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,6 +12,7 @@ from aquiline.cli.shared import (
     DeviceFlag,
     DraftFlag,
     DtypeFlag,
+    PauseFlag,
     SeedFlag,
     TargetFlag,
     TemperatureFlag,
@@ -19,10 +21,15 @@ from aquiline.cli.shared import (
     app,
     check_writable,
     load_model,
+    note,
     print_json,
     progress,
 )
 from aquiline.config import DEFAULT_TREE, EvalConfig, TreeConfig, require
+
+if TYPE_CHECKING:
+    from aquiline.api import Model
+    from aquiline.measure.evaluate import Rendered
 
 
 @app.command("eval")
@@ -39,6 +46,10 @@ def evaluate(
     tree: TreeFlag = None,
     limit: Annotated[int | None, typer.Option("--limit", help="Prompts per file. [default: all]")] = EvalConfig.limit,
     no_plain: Annotated[bool, typer.Option("--no-plain", help="Leave plain decoding out: tau only.")] = False,
+    allow_load: Annotated[
+        bool, typer.Option("--allow-load", help="Keep the times even if other processes kept the machine busy.")
+    ] = False,
+    pause_file: PauseFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
 ) -> None:
@@ -64,25 +75,37 @@ def evaluate(
     model = load_model(target, draft, dtype, device)
     from aquiline.files.disk import write_json_atomic
     from aquiline.measure import evaluate as measure
+    from aquiline.measure.quiet import quiet
 
     rendered = {name: measure.render(model, name, asked) for name, asked in prompts.items()}
-    measure.warm_up(model, next(iter(rendered.values()))[0].ids, config)
-    blocks = {}
-    for name, asked in rendered.items():
-        with progress() as bar:
-            task = bar.add_task(name, total=len(asked), note="")
-            done: list[measure.Comparison] = []
-            for comparison in measure.compare(model, asked, config):
-                done.append(comparison)
-                tau = comparison.result.tau
-                bar.update(task, advance=1, note="" if tau is None else f"tau {tau:.2f}")
-        blocks[name] = measure.summarise(done, config, model.draft)
-    record = measure.make_record(model, config, prompts, blocks)
+    if pause_file is not None:
+        note("waiting until training runs stand still")
+    with quiet(pause_file) as machine:
+        measure.warm_up(model, next(iter(rendered.values()))[0].ids, config)
+        blocks = {name: _measure(model, name, asked, config) for name, asked in rendered.items()}
+    record = measure.make_record(model, config, prompts, blocks, machine, allow_load=allow_load)
+    if machine.loaded:
+        times = "the times are kept all the same" if allow_load else "the times are left out; --allow-load keeps them"
+        note(f"warning: other processes took {machine.load:.0%} of the machine meanwhile: {times}")
     if json_out == "-":
         print_json(record)
     elif json_out is not None:
         write_json_atomic(json_out, record)
     Console(stderr=json_out == "-").print(_eval_table(record))
+
+
+def _measure(model: "Model", name: str, asked: "Sequence[Rendered]", config: EvalConfig) -> dict[str, Any]:
+    """One task's block."""
+    from aquiline.measure import evaluate as measure
+
+    done: list[measure.Comparison] = []
+    with progress() as bar:
+        task = bar.add_task(name, total=len(asked), note="")
+        for comparison in measure.compare(model, asked, config):
+            done.append(comparison)
+            tau = comparison.result.tau
+            bar.update(task, advance=1, note="" if tau is None else f"tau {tau:.2f}")
+    return measure.summarise(done, config, model.draft)
 
 
 def _eval_table(record: dict[str, Any]) -> Table:

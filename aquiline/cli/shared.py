@@ -49,6 +49,15 @@ MinPFlag = Annotated[float, typer.Option("--min-p")]
 RepetitionFlag = Annotated[float, typer.Option("--repetition-penalty", help="Over prompt and output; 1 is off.")]
 PresenceFlag = Annotated[float, typer.Option("--presence-penalty", help="Over output.")]
 FrequencyFlag = Annotated[float, typer.Option("--frequency-penalty", help="Over output.")]
+PauseFlag = Annotated[
+    Path | None,
+    typer.Option(
+        "--pause-file",
+        envvar="AQUILINE_PAUSE_FILE",
+        help="Training runs stand still while a measurement holds it. [default: $AQUILINE_PAUSE_FILE, else none]",
+        show_envvar=False,
+    ),
+]
 SeedFlag = Annotated[int, typer.Option("--seed", help="Same seed, same text, with and without a draft.")]
 
 

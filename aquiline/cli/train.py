@@ -14,12 +14,13 @@ from rich.table import Table
 
 from aquiline.cli.shared import (
     DtypeFlag,
+    PauseFlag,
     TargetFlag,
     app,
     note,
     progress,
 )
-from aquiline.config import SWITCHES, TOP, TrainConfig, capture_name, require
+from aquiline.config import DEFAULT_DRAFT_VOCAB, SWITCHES, TOP, TrainConfig, capture_name, require
 
 if TYPE_CHECKING:
     from aquiline.train import loop
@@ -37,11 +38,21 @@ def train(
     capture_after: Annotated[
         str | None, typer.Option("--capture-after", help="Layers A,B,C whose output the draft reads, or 'top'.")
     ] = None,
+    warm_start: Annotated[
+        str | None,
+        typer.Option("--warm-start", help="Begin with this head: folder, hub id or 'default'. Its vocabulary is kept."),
+    ] = None,
     epochs: Annotated[float, typer.Option("--epochs")] = TrainConfig.epochs,
-    batch_tokens: Annotated[int, typer.Option("--batch-tokens", help="Of one update.")] = TrainConfig.batch_tokens,
+    batch_tokens: Annotated[int, typer.Option("--batch-tokens", help="Of one pack.")] = TrainConfig.batch_tokens,
+    accumulate: Annotated[int, typer.Option("--accumulate", help="Packs of one update.")] = TrainConfig.accumulate,
     max_length: Annotated[int, typer.Option("--max-length", help="Rows are cut there.")] = TrainConfig.max_length,
     ttt_steps: Annotated[int, typer.Option("--ttt-steps", help="Steps of the unroll.")] = TrainConfig.ttt_steps,
-    draft_vocab_size: Annotated[int, typer.Option("--draft-vocab-size")] = TrainConfig.draft_vocab_size,
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-vocab-size", help=f"Tokens it can propose. [default: the warm start's, else {DEFAULT_DRAFT_VOCAB}]"
+        ),
+    ] = TrainConfig.draft_vocab_size,
     loss: Annotated[str, typer.Option("--loss", help="ce or lk.")] = TrainConfig.loss,
     feature_loss: Annotated[
         bool, typer.Option("--feature-loss", help="Also regress the next feature; with --capture-after top.")
@@ -67,15 +78,24 @@ def train(
         int, typer.Option("--held-out", help="Greedy rows kept apart to measure tau.")
     ] = TrainConfig.held_out,
     eval_every: Annotated[int, typer.Option("--eval-every", help="Updates.")] = TrainConfig.eval_every,
+    decode_every: Annotated[
+        int, typer.Option("--decode-every", help="Evaluations; then some prompts are really decoded. 0 is never.")
+    ] = TrainConfig.decode_every,
+    patience: Annotated[
+        int, typer.Option("--patience", help="End after so many evaluations without a better tau. 0 is never.")
+    ] = TrainConfig.patience,
     save_every: Annotated[int, typer.Option("--save-every", help="Updates.")] = TrainConfig.save_every,
     seed: Annotated[int, typer.Option("--seed")] = TrainConfig.seed,
+    pause_file: PauseFlag = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take; nothing is written.")] = False,
     dtype: DtypeFlag = None,
 ) -> None:
     """Train a head. The same command goes on where a stopped run left off."""
     config = TrainConfig(
         optimizer=optimizer, learning_rate=learning_rate, adamw_learning_rate=adamw_learning_rate,
-        ttt_steps=ttt_steps, batch_tokens=batch_tokens, max_length=max_length, epochs=epochs,
-        draft_vocab_size=draft_vocab_size, eval_every=eval_every, save_every=save_every, held_out=held_out, seed=seed,
+        ttt_steps=ttt_steps, batch_tokens=batch_tokens, accumulate=accumulate, max_length=max_length, epochs=epochs,
+        draft_vocab_size=draft_vocab_size, eval_every=eval_every, decode_every=decode_every, patience=patience,
+        save_every=save_every, held_out=held_out, seed=seed,
         loss=loss, feature_loss=feature_loss, switches=tuple(switch or ()), init=init,
         train_lm_head=not freeze_lm_head, checkpoint_activations=checkpoint_activations,
     )  # fmt: skip
@@ -87,9 +107,13 @@ def train(
     chat = api.load_chat(target)
     run = TrainingRun.prepare(
         data, out, target, chat, config,
-        dtype=kind, capture_after=layers, features=features, command=["aquiline", *_plain_command(sys.argv[1:])],
+        dtype=kind, capture_after=layers, features=features, warm_start=warm_start,
+        command=["aquiline", *_plain_command(sys.argv[1:])],
     )  # fmt: skip
     _print_run(run)
+    if dry_run:
+        _print_estimate(run)
+        return
     stopped: list[int] = []
     with progress() as bar:
         report = _training_report(bar)
@@ -97,7 +121,7 @@ def train(
             s: signal.signal(s, lambda number, _: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            complete = run.run(report, lambda: bool(stopped))
+            complete = run.run(report, lambda: bool(stopped), pause_file)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -143,13 +167,31 @@ def _print_run(run: "TrainingRun") -> None:
         f"{data['held_out']} held out; {data['cut']} cut at the longest length, {data['dropped']} dropped with nothing "
         "supervised left"
     )
+    warm = run.record.get("warm_start")
+    whose = "" if warm is None else f", that of {warm['head']}"
     note(
-        f"draft vocabulary {run.config.draft_vocab_size}: {data['coverage']:.1%} of the supervised tokens; "
+        f"draft vocabulary {run.config.draft_vocab_size}{whose}: {data['coverage']:.1%} of the supervised tokens; "
         f"longest row {run.draft.config.trained_length}"
     )
+    trained, frozen = run.parameters()
+    note(f"{trained:,} parameters are trained, {frozen:,} frozen")
     note(f"features: {needed / 2**30:.2f} GiB on disk, {kept}")
     if (run.out / "state" / "state.pt").exists():
         note(f"going on from the state in {run.out}")
+
+
+def _print_estimate(run: "TrainingRun") -> None:
+    """What `--dry-run` adds. Really decoding now and then is not in the time."""
+    note("trying a few updates")
+    e = run.estimate()
+    minutes = e.seconds / 60
+    note(
+        f"{e.updates} updates over {e.tokens} tokens, {e.update_seconds:.1f} s each ({e.features_share:.0%} of it "
+        f"for the target's states); an evaluation {e.evaluation_seconds:.0f} s; about "
+        + (f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours")
+        + f" in all; {e.memory / 2**30:.1f} GiB of memory"
+    )
+    note("nothing was written")
 
 
 def _training_report(bar: Progress) -> "Callable[[loop.Progress], None]":
@@ -161,12 +203,16 @@ def _training_report(bar: Progress) -> "Callable[[loop.Progress], None]":
         nonlocal tau
         if progress.evaluation is not None and progress.evaluation.tau is not None:
             tau = f" · tau {progress.evaluation.tau:.3f}"
+            for tree, value in (progress.evaluation.decoded or {}).items():
+                tau += f" · decoded {tree} {value:.2f}"
         accuracy = " ".join(f"{a:.2f}" for a in progress.accuracy)
         skipped = f" · {progress.skipped} updates skipped, not finite" if progress.skipped else ""
         line = f"loss {progress.loss:.3f} · accuracy {accuracy}{tau}{skipped}"
         bar.update(task, completed=progress.step, total=progress.total, note=line)
         if bar.disable and (progress.evaluation is not None or progress.step % 10 == 0 or progress.step == 1):
             note(f"{progress.step}/{progress.total} · {progress.seconds / 60:.1f} min · {line}")
+        if progress.ended_early:
+            note(f"ended early, after {progress.step} of {progress.total} updates: tau got no better (--patience)")
 
     return report
 

@@ -381,6 +381,18 @@ def draft_path(spec: str | Path) -> Path:
     return found[0]
 
 
+def draft_name(folder: Path) -> str:
+    """The short name of a draft for records. A training run's head lies in RUN/head: the run's name tells more."""
+    run, last = folder.resolve().parts[-2:]
+    return f"{run}/{last}" if last == "head" else last
+
+
+def weights_hash(folder: Path) -> str | None:
+    """The sha256 of a draft's file of weights."""
+    found = [folder / name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).is_file()]
+    return hashlib.sha256(found[0].read_bytes()).hexdigest() if found else None
+
+
 def load_pair(
     target_spec: str | Path,
     draft_spec: str | Path,
@@ -388,14 +400,15 @@ def load_pair(
     device: torch.device | str = "cpu",
     tokenizer: str | None = None,
     template: str | None = None,
+    draft_dtype: torch.dtype | None = None,
 ) -> tuple[Target, Draft]:
-    """Target and draft, the target capturing what this draft reads."""
+    """Target and draft, the target capturing what this draft reads. The draft has the target's dtype unless given."""
     folder = draft_path(draft_spec)
     hf, target_config = _read_head_config(folder), read_target_config(target_spec)
     with _naming(folder):
         config, _ = draft_formats.draft_config_from_dict(hf, target_config)
     target = load_target(target_spec, dtype, device, config.capture_after)
-    return target, load_draft(folder, target, tokenizer=tokenizer, template=template)
+    return target, load_draft(folder, target, dtype=draft_dtype, tokenizer=tokenizer, template=template)
 
 
 def _read_head_config(folder: Path) -> dict[str, Any]:

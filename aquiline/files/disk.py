@@ -54,13 +54,18 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
 
 def write_json_atomic(path: str | Path, value: Any) -> None:
     """Write a JSON file that is there whole or, if we are killed, as it was before."""
+    write_text_atomic(path, _json_text(value))
+
+
+def write_text_atomic(path: str | Path, text: str) -> None:
+    """Write a text file that is there whole or, if we are killed, as it was before."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        write_json(scratch, value)
-        _sync(scratch)
+        scratch.write_text(text, encoding="utf-8")
+        sync(scratch)
         os.replace(scratch, path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     finally:
@@ -69,7 +74,11 @@ def write_json_atomic(path: str | Path, value: Any) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(_json_text(value), encoding="utf-8")
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -78,7 +87,8 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     shutil.copymode(folder / "config.json", path)  # safetensors makes it readable by its owner only
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -106,9 +116,9 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
             _carry_over(folder, scratch)
         for path in [*scratch.rglob("*"), scratch]:
             if not path.is_symlink():
-                _sync(path)
+                sync(path)
         _take_the_place(scratch, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     except safetensors.SafetensorError as error:

@@ -22,6 +22,8 @@ import torch
 from aquiline.api import Model, Result
 from aquiline.config import EvalConfig, UserError, require
 from aquiline.decode.engine import Request
+from aquiline.files.checkpoint import weights_hash
+from aquiline.measure.quiet import Quiet
 from aquiline.measure.tasks import Prompt
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
@@ -39,7 +41,11 @@ DEFINITIONS = {
     "divergences": "position: the first generated token (from 0) that differs; logit_gap: between the target's two "
     "largest logits there, in one pass over the plain run's tokens before it",
     "mean": "over tasks, each weighing the same",
+    "load": "share of the machine's processor time that other processes took during the measurement; loaded: more "
+    "than a twentieth, and times then mean little. pause_file: training runs stood still meanwhile",
 }
+
+TIMED = ("tokens_per_second", "plain_tokens_per_second", "speedup_median", "speedup_min", "speedup_max")
 
 
 @dataclass(frozen=True)
@@ -197,9 +203,21 @@ def _by_position(requests: Sequence[Request], trained_length: int) -> dict[str, 
 
 
 def make_record(
-    model: Model, config: EvalConfig, prompts: Mapping[str, Sequence[Prompt]], tasks: Mapping[str, Mapping[str, Any]]
+    model: Model,
+    config: EvalConfig,
+    prompts: Mapping[str, Sequence[Prompt]],
+    tasks: Mapping[str, Mapping[str, Any]],
+    quiet: Quiet | None = None,
+    *,
+    allow_load: bool = False,
 ) -> dict[str, Any]:
-    """The whole record: what was measured (`tasks`, by `summarise`), with which settings, where."""
+    """The whole record: what was measured (`tasks`, by `summarise`), with which settings, where.
+
+    `quiet`: what else the machine did meanwhile. Times that were taken on a loaded machine are left empty, unless
+    `allow_load`; what was accepted does not depend on it.
+    """
+    if quiet is not None and quiet.loaded and not allow_load:
+        tasks = {name: {k: None if k in TIMED else v for k, v in t.items()} for name, t in tasks.items()}
     means = {}
     for key in ("tau", "speedup_median"):
         values = [t[key] for t in tasks.values() if t.get(key) is not None]
@@ -209,7 +227,7 @@ def make_record(
     settings = {
         "target": model.target_name,
         "draft": model.draft_name,
-        "draft_sha256": _file_hash(model.draft_folder),
+        "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
         "dtype": model.dtype,
         "tree": str(config.tree),
         "temperature": config.temperature,
@@ -225,15 +243,10 @@ def make_record(
         "tasks": dict(tasks),
         "mean": means,
         "settings": settings,
-        "machine": machine(model.target.device),
+        "machine": machine(model.target.device) | ({} if quiet is None else quiet.record()),
         "versions": versions(),
         "definitions": DEFINITIONS,
     }
-
-
-def _file_hash(folder: Path | None) -> str | None:
-    path = None if folder is None else folder / "model.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None and path.is_file() else None
 
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")

@@ -1,14 +1,13 @@
-"""The training loop: optimiser, schedule, precision, logging, save and resume.
+"""The training loop: updates, precision, evaluation.
 
-An update is one pack of documents: the target's features of it (computed, or read back), the draft's unroll, one step.
-Which documents an update sees depends only on the seed and the update's number, so a resumed run continues as it was.
+An update is one pack of documents, or several whose gradients are added: the target's features of it (computed, or read
+back), the draft's unroll, one step. Which documents an update sees depends only on the seed and the update's number,
+so a resumed run continues as it was.
 """
 
 import contextlib
 import dataclasses
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,82 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aquiline.config import TrainConfig, UserError, require
+from aquiline.config import TrainConfig, require
 from aquiline.data.dataset import Document, packs
 from aquiline.data.features import Features, FeatureStore
-from aquiline.files.disk import read_pickle
+from aquiline.measure.quiet import GiveWay
 from aquiline.model.backend import fast_bf16
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
-from aquiline.train.ttt import Pack, StepStats, unroll
+from aquiline.train.decoding import decode_some
+from aquiline.train.optim import make_optimizers, schedule
+from aquiline.train.state import RunState, load_state, save_state
+from aquiline.train.ttt import Pack, StepStats, rows_in_loss, unroll
 from aquiline.train.walk import Walk
-
-
-class Float32Muon(torch.optim.Muon):
-    """`torch.optim.Muon` with its Newton-Schulz iteration in float32.
-
-    PyTorch's runs in bf16; on a CPU without bf16 arithmetic that costs more than the rest of the update.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p.grad)
-                momentum = state["momentum_buffer"]
-                momentum.lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                rate = group["lr"] * 0.2 * math.sqrt(max(p.shape))  # adjust_lr_fn="match_rms_adamw"
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(_orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"]), alpha=-rate)
-
-
-def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz iteration towards the orthogonal factor (as in `torch.optim.Muon`), in the matrix's own dtype."""
-    a, b, c = coefficients
-    x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.t()
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.t() if matrix.shape[0] > matrix.shape[1] else x
-
-
-def make_optimizers(draft: Draft, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon for matrices and AdamW for the rest (`lm_head`, norms), or AdamW for everything."""
-    trained = {n: p for n, p in draft.named_parameters() if p.requires_grad}
-    decay, betas = config.weight_decay, (0.9, 0.95)
-    if config.optimizer == "adamw":
-        return [torch.optim.AdamW(trained.values(), lr=config.learning_rate, betas=betas, weight_decay=decay)]
-    matrices = [p for n, p in trained.items() if p.ndim == 2 and not n.startswith(("lm_head", "embed_tokens"))]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in trained.values() if id(p) not in chosen]
-    kind = torch.optim.Muon if fast_bf16(draft.norm.weight.device.type) else Float32Muon
-    return [
-        kind(
-            matrices,
-            lr=config.learning_rate,
-            momentum=0.95,
-            nesterov=True,
-            weight_decay=decay,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW(rest, lr=config.adamw_learning_rate, betas=betas, weight_decay=decay),
-    ]
-
-
-def schedule(step: int, total: int, config: TrainConfig) -> float:
-    """Share of the learning rate at an update: linear warm-up, then a cosine down to `final_share`."""
-    warmup = max(1, round(config.warmup_share * total))
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, total - warmup)
-    return config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 def make_pack(documents: Sequence[Document], features: Features, draft: Draft, target: Target) -> Pack:
@@ -110,13 +45,15 @@ def make_pack(documents: Sequence[Document], features: Features, draft: Draft, t
     )
 
 
-def configured_unroll(draft: Draft, pack: Pack, head_rows_WD: Tensor, config: TrainConfig) -> tuple[Tensor, StepStats]:
+def configured_unroll(
+    draft: Draft, pack: Pack, head_rows_WD: Tensor, config: TrainConfig, update_rows: Sequence[int] | None = None
+) -> tuple[Tensor, StepStats]:
     """`unroll` as the settings say, under the draft's autocast."""
     with autocast(draft):
         return unroll(
             draft, pack, head_rows_WD, config.ttt_steps, config.ttt_decay,
             skip_outside=config.skip_outside, loss=config.loss, feature_loss=config.feature_loss,
-            checkpoint_activations=config.checkpoint_activations,
+            checkpoint_activations=config.checkpoint_activations, update_rows=update_rows,
         )  # fmt: skip
 
 
@@ -134,6 +71,7 @@ class Evaluation:
     accuracy: list[float]
     tau: float | None
     n_alpha: list[float | None]
+    decoded: dict[str, float] | None = None  # tau of real decoding, per tree
 
 
 @torch.no_grad()
@@ -179,6 +117,7 @@ class Progress:
     accuracy: list[float]
     skipped: int = 0  # updates without a finite gradient, over the whole run
     evaluation: Evaluation | None = None
+    ended_early: bool = False  # there was no better accepted length for `patience` evaluations
 
 
 @dataclass
@@ -194,78 +133,130 @@ class Trainer:
     save_head: Callable[[Draft, dict[str, Any]], None]
     report: Callable[[Progress], None]
     record: dict[str, Any] = field(default_factory=dict)  # the fixed part of run.json
+    pause_file: Path | None = None  # while a timed measurement holds it, no update begins
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.held_out.documents) > 0, "no held-out greedy documents: the walk needs rows with temperature 0"
+        )
+        self.optimizers = make_optimizers(self.draft, self.config)
+        self._rates = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
+        self.head_rows_WD = self.target.head_weight[self.draft.vocab.target_ids_W].detach().clone()
+        self.total = max(1, round(self.config.epochs * len(list(self.epoch(0)))))  # updates
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train to the end, or until `stop()`; resumes from `folder`. True when the run is complete.
 
         The best head by the walk's tau is the one that is written at every evaluation.
         """
-        config, store = self.config, self.store
-        require(
-            len(self.held_out.documents) > 0, "no held-out greedy documents: the walk needs rows with temperature 0"
-        )
-        epoch_packs = len(list(packs(store.documents, config.batch_tokens, config.seed, 0)))
-        total = max(1, round(config.epochs * epoch_packs))
-        optimizers = make_optimizers(self.draft, config)
-        bases = [[g["lr"] for g in o.param_groups] for o in optimizers]
-        head_rows_WD = self.target.head_weight[self.draft.vocab.target_ids_W].detach().clone()
-        state = self._resume(optimizers)
-        started, before = time.monotonic(), state["seconds"]
-        for step, numbers in self._updates(state["step"], total):
+        config = self.config
+        state = load_state(self.folder, config, self.record.get("documents"), self.draft, self.optimizers)
+        give_way = GiveWay(self.pause_file)
+        try:
+            return state.ended_early or self._run(state, give_way, stop)
+        finally:
+            give_way.close()
+
+    def _run(self, state: RunState, give_way: GiveWay, stop: Callable[[], bool]) -> bool:
+        config, last = self.config, time.monotonic()
+        for step, group in self._updates(state.step):
+            last += give_way(stop)
             if stop():
-                self._save(state, optimizers)
+                self._save(state)
                 return False
-            documents = [store.documents[i] for i in numbers]
-            pack = make_pack(documents, store.get(numbers), self.draft, self.target)
-            share = schedule(step, total, config)
-            for optimizer, rates in zip(optimizers, bases, strict=True):
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * share
-                optimizer.zero_grad()
-            loss, stats = configured_unroll(self.draft, pack, head_rows_WD, config)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(self.draft.parameters(), config.clip or math.inf)
-            if not math.isfinite(float(norm)):
-                names = ", ".join(d.name for d in documents)
-                state["skipped"].append({"step": step, "documents": names})
-            else:
-                for optimizer in optimizers:
-                    optimizer.step()
-            state["step"] = step + 1
-            state["tokens"] += len(pack.ids_T)
-            state["seconds"] = before + time.monotonic() - started
-            done = step + 1 == total
-            progress = Progress(
-                step + 1,
-                total,
-                state["tokens"],
-                state["seconds"],
-                float(loss.detach()),
-                stats.accuracy,
-                len(state["skipped"]),
-            )
-            if done or (step + 1) % config.eval_every == 0:
-                progress.evaluation = self._evaluate(state, head_rows_WD, progress)
-            if done or (step + 1) % config.save_every == 0:
-                self._save(state, optimizers)
+            loss, accuracy, finite = self.update(group, schedule(step, self.total, config))
+            if not finite:
+                names = ", ".join(self.store.documents[i].name for numbers in group for i in numbers)
+                state.skipped.append({"step": step, "documents": names})
+            state.step = step + 1
+            state.tokens += sum(len(self.store.documents[i]) for numbers in group for i in numbers)
+            now = time.monotonic()
+            state.seconds, last = state.seconds + now - last, now
+            progress = Progress(state.step, self.total, state.tokens, state.seconds, loss, accuracy, len(state.skipped))
+            done = state.step == self.total
+            if done or state.step % config.eval_every == 0:
+                progress.evaluation = self._evaluate(state, progress)
+            progress.ended_early = state.ended_early
+            done |= state.ended_early
+            if done or state.step % config.save_every == 0:
+                self._save(state)
             self.report(progress)
+            if done:
+                break
         return True
 
-    def _updates(self, first: int, total: int) -> Iterator[tuple[int, list[int]]]:
-        """(number, documents) of every update from `first` on."""
+    def epoch(self, number: int) -> Iterator[list[list[int]]]:
+        """The updates of an epoch: each some packs, each pack some documents, by number."""
+        group: list[list[int]] = []
+        for pack in packs(self.store.documents, self.config.batch_tokens, self.config.seed, number):
+            group.append(pack)
+            if len(group) == self.config.accumulate:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _updates(self, first: int) -> Iterator[tuple[int, list[list[int]]]]:
+        """(number, packs) of every update from `first` on."""
         step, epoch = 0, 0
-        while step < total:
-            for numbers in packs(self.store.documents, self.config.batch_tokens, self.config.seed, epoch):
-                if step >= total:
+        while step < self.total:
+            for group in self.epoch(epoch):
+                if step >= self.total:
                     return
                 if step >= first:
-                    yield step, numbers
+                    yield step, group
                 step += 1
             epoch += 1
 
-    def _evaluate(self, state: dict[str, Any], head_rows_WD: Tensor, progress: Progress) -> Evaluation:
-        evaluation = evaluate(self.draft, self.target, self.held_out, self.config, head_rows_WD)
-        state["history"].append(
+    def update(self, group: Sequence[Sequence[int]], share: float) -> tuple[float, list[float], bool]:
+        """One optimiser update over these packs, at a share of the learning rate.
+
+        Returns the loss, the accuracy of every step, and whether the gradient was finite; else nothing is changed.
+        """
+        for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
+            for parameters, rate in zip(optimizer.param_groups, rates, strict=True):
+                parameters["lr"] = rate * share
+            optimizer.zero_grad()
+        loss, accuracy = self.backward(group)
+        norm = nn.utils.clip_grad_norm_(self.draft.parameters(), self.config.clip or math.inf)
+        finite = math.isfinite(float(norm))
+        if finite:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return loss, accuracy, finite
+
+    def backward(self, group: Sequence[Sequence[int]]) -> tuple[float, list[float]]:
+        """Add the gradient of an update's loss to the draft's; that loss and the accuracy of every step.
+
+        However the documents are packed, it is the same: a step's mean is over its rows in all packs.
+        """
+        c, documents = self.config, self.store.documents
+        made = [make_pack([documents[i] for i in n], self.store.get(n), self.draft, self.target) for n in group]
+        rows = None
+        if len(made) > 1:
+            counts = [rows_in_loss(self.draft, p, c.ttt_steps, skip_outside=c.skip_outside) for p in made]
+            rows = [sum(of_step) for of_step in zip(*counts, strict=True)]
+        total, right, seen = 0.0, [0.0] * c.ttt_steps, [0] * c.ttt_steps
+        for pack in made:
+            loss, stats = configured_unroll(self.draft, pack, self.head_rows_WD, c, rows)
+            loss.backward()
+            total += float(loss.detach())
+            for k, n in enumerate(stats.rows):
+                right[k] += stats.accuracy[k] * n
+                seen[k] += n
+        return total, [r / max(n, 1) for r, n in zip(right, seen, strict=True)]
+
+    def _evaluate(self, state: RunState, progress: Progress) -> Evaluation:
+        """Measure the held-out documents; keep the head when it is the best so far, count when it is not."""
+        config = self.config
+        evaluation = evaluate(self.draft, self.target, self.held_out, config, self.head_rows_WD)
+        tau = evaluation.tau or 0.0
+        state.since_best = 0 if tau > state.best else state.since_best + 1
+        state.ended_early = bool(config.patience) and state.since_best >= config.patience
+        done = state.ended_early or state.step == self.total
+        if config.decode_every and (done or (len(state.history) + 1) % config.decode_every == 0):
+            evaluation.decoded = decode_some(self.target, self.draft, self.held_out.documents, config.ttt_steps)
+        state.history.append(
             {
                 "step": progress.step,
                 "tokens": progress.tokens,
@@ -274,59 +265,18 @@ class Trainer:
             }
             | dataclasses.asdict(evaluation)
         )
-        tau = evaluation.tau or 0.0
-        if tau >= state["best"]:
-            state["best"] = tau
+        if tau >= state.best:
+            state.best, state.best_step = tau, state.step
             self.save_head(self.draft, self._run_record(state))
         return evaluation
 
-    def _run_record(self, state: dict[str, Any]) -> dict[str, Any]:
-        parts = {k: state[k] for k in ("step", "tokens", "skipped", "history")}
-        return (
-            self.record
-            | {"training": dataclasses.asdict(self.config), "minutes": round(state["seconds"] / 60, 1)}
-            | parts
-        )
-
-    def _save(self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
-        """Write the whole state beside the old one, then rename: a kill at any moment leaves one of the two."""
-        everything = {
-            "state": state,
-            "config": dataclasses.asdict(self.config),
-            "documents": self.record.get("documents"),
-            "draft": self.draft.state_dict(),
-            "optimizers": [o.state_dict() for o in optimizers],
+    def _run_record(self, state: RunState) -> dict[str, Any]:
+        return self.record | {
+            "training": dataclasses.asdict(self.config),
+            "minutes": round(state.seconds / 60, 1),
+            "best": {"tau": state.best, "step": state.best_step},
+            **{name: getattr(state, name) for name in ("step", "tokens", "skipped", "history")},
         }
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.folder / "state.pt.tmp"
-            with open(temporary, "wb") as f:
-                torch.save(everything, f)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temporary, self.folder / "state.pt")
-        except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError when the disk is full
-            raise UserError(f"{self.folder} cannot be written: {error}") from error
 
-    def _resume(self, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-        path = self.folder / "state.pt"
-        if not path.exists():
-            return {"step": 0, "tokens": 0, "seconds": 0.0, "best": 0.0, "skipped": [], "history": []}
-        try:
-            saved = read_pickle(path, self.draft.norm.weight.device)
-            parts = {"state", "config", "documents", "draft", "optimizers"}
-            require(isinstance(saved, dict) and parts <= set(saved), f"{path} is no state of a training run")
-        except UserError as error:
-            raise UserError(f"{error}. Delete {self.folder} to begin the run again") from error
-        now = dataclasses.asdict(self.config)
-        changed = [f"{k}: {saved['config'].get(k)!r} -> {now[k]!r}" for k in now if saved["config"].get(k) != now[k]]
-        if saved["documents"] != self.record.get("documents"):
-            changed.append("the training data")
-        require(
-            not changed,
-            f"{path} belongs to another run ({json.dumps(changed)}): give another output folder, or the same settings",
-        )
-        self.draft.load_state_dict(saved["draft"])
-        for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
-        return saved["state"]
+    def _save(self, state: RunState) -> None:
+        save_state(self.folder, state, self.config, self.record.get("documents"), self.draft, self.optimizers)

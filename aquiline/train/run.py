@@ -2,12 +2,12 @@
 
 OUT/setup.json   what the run was begun with; compared when it is resumed
 OUT/state/       the trainer's state while the run goes on
+OUT/log.jsonl    every update and evaluation; OUT/tensorboard/ and OUT/run.svg show them
 OUT/head/        the best head so far, replaced as a whole: this is the draft's folder
 """
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 
-from aquiline.config import TOP, DraftConfig, TrainConfig, UserError, capture_name, check_capture_after, require
+from aquiline.config import (
+    DEFAULT_DRAFT_VOCAB,
+    TOP,
+    DraftConfig,
+    TrainConfig,
+    UserError,
+    capture_name,
+    check_capture_after,
+    require,
+)
 from aquiline.data.chat import Chat
 from aquiline.data.dataset import Document, fingerprint, hold_out, read_documents, token_counts
 from aquiline.data.features import FeatureStore, compute
@@ -25,8 +34,11 @@ from aquiline.measure.evaluate import machine, versions
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 from aquiline.model.vocab import VocabMap
+from aquiline.train.estimate import Estimate, estimate
 from aquiline.train.init import init_draft
+from aquiline.train.log import RunLog
 from aquiline.train.loop import Progress, Trainer
+from aquiline.train.state import changed_settings
 
 _INIT_DOCUMENTS = 8  # whose captured states the new head is scaled to
 
@@ -59,11 +71,13 @@ class TrainingRun:
         dtype: torch.dtype = torch.float32,
         capture_after: tuple[int, ...] | None = None,
         features: Path | None = None,
+        warm_start: str | Path | None = None,
         command: Sequence[str] = (),
     ) -> "TrainingRun":
         """Read the data, load the target, make the draft. UserError for what does not fit; writes nothing.
 
-        `command`: the command line, for the record.
+        `warm_start`: a head (folder, hub id or `default`) whose weights, vocabulary map, captured layers and switches
+        the run begins with. `command`: the command line, for the record.
         """
         require(
             capture_after == TOP or not config.feature_loss,
@@ -84,17 +98,30 @@ class TrainingRun:
         require(
             bool(training), f"all {len(reading.documents)} rows would be held out: give more data, or a lower held_out"
         )
-        target = checkpoint.load_target(target_spec, dtype, "cpu", capture_after)
-        counts = token_counts(training, target.config.vocab_size)
-        ends = [i for i in sorted(chat.end_of_turn_ids) if i < target.config.vocab_size]  # configs name ids beyond it
-        vocab = VocabMap.build(counts, config.draft_vocab_size, always=tuple(ends))
-        draft = Draft(draft_config(target, config, max(map(len, training))), vocab)
+        longest_row = max(map(len, training))
+        started: dict[str, Any] | None = None
+        if warm_start is None:
+            target = checkpoint.load_target(target_spec, dtype, "cpu", capture_after)
+            counts = token_counts(training, target.config.vocab_size)
+            size = config.draft_vocab_size or DEFAULT_DRAFT_VOCAB
+            known = range(target.config.vocab_size)  # configs name ids beyond it
+            vocab = VocabMap.build(counts, size, always=tuple(i for i in sorted(chat.end_of_turn_ids) if i in known))
+            draft = Draft(draft_config(target, config, longest_row), vocab)
+        else:
+            target, draft, started = _warm_start(warm_start, target_spec, dtype, chat, config, capture_after)
+            counts, vocab = token_counts(training, target.config.vocab_size), draft.vocab
+            longest_row = max(longest_row, draft.config.trained_length or 0)
+            draft.config = dataclasses.replace(draft.config, trained_length=longest_row)
+        config = dataclasses.replace(config, draft_vocab_size=vocab.draft_vocab_size)
         info = DraftInfo.of(
             target, checkpoint.target_name(target_spec), chat.fingerprint(), chat.template_fingerprint()
         )
-        setup = _setup(info, draft)
+        setup = _setup(info, draft) | ({} if started is None else {"warm_start": started["sha256"]})
         _compare_setup(out, setup)
-        sources = init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed, config.init)
+        if started is None:
+            sources = init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed, config.init)
+        else:
+            sources = {name: started["head"] for name, _ in draft.named_parameters()}
         draft.lm_head.weight.requires_grad_(config.train_lm_head)
         record = {
             "command": list(command),
@@ -112,7 +139,7 @@ class TrainingRun:
             "documents": fingerprint(training),
             "machine": machine(target.device),
             "versions": versions(),
-        }
+        } | ({} if started is None else {"warm_start": started})
         run = TrainingRun(
             out, config, target, draft, info, training, held_out, vocab.coverage(counts), features, record, setup,
             sources,
@@ -127,16 +154,29 @@ class TrainingRun:
 
     def tensors(self) -> list[tuple[str, str, str, str]]:
         """(name, shape, trained or frozen, where its values come from) of everything the draft computes with."""
-        rows = [("embed_tokens.weight", _shape(self.target.model.embed_tokens.weight), "frozen", "the target's")]
+        head = self.record.get("warm_start", {}).get("head")
+        rows = []
+        if not self.draft.config.own_embedding:
+            rows = [("embed_tokens.weight", _shape(self.target.model.embed_tokens.weight), "frozen", "the target's")]
         for name, p in self.draft.named_parameters():
             rows.append((name, _shape(p), "trained" if p.requires_grad else "frozen", self.sources[name]))
         vocab = self.draft.vocab
-        rows.append(
-            ("d2t", f"{vocab.draft_vocab_size}", "frozen", f"the most frequent of {vocab.vocab_size} target tokens")
-        )
+        chosen = head or f"the most frequent of {vocab.vocab_size} target tokens"
+        rows.append(("d2t", f"{vocab.draft_vocab_size}", "frozen", chosen))
         return rows
 
-    def run(self, report: Callable[[Progress], None], stop: Callable[[], bool] = lambda: False) -> bool:
+    def parameters(self) -> tuple[int, int]:
+        """How many numbers are trained, and how many the draft computes with that are not."""
+        frozen = 0 if self.draft.config.own_embedding else self.target.model.embed_tokens.weight.numel()
+        sizes = [(p.numel(), p.requires_grad) for p in self.draft.parameters()]
+        return sum(n for n, trained in sizes if trained), frozen + sum(n for n, trained in sizes if not trained)
+
+    def run(
+        self,
+        report: Callable[[Progress], None],
+        stop: Callable[[], bool] = lambda: False,
+        pause_file: Path | None = None,
+    ) -> bool:
         """Train, going on from `OUT/state` if there is one; True when the run is complete, False when stopped."""
         store, held_out = self._store("train", self.training), self._store("held_out", self.held_out)
         try:
@@ -144,7 +184,36 @@ class TrainingRun:
         except OSError as error:
             raise UserError(f"cannot write {self.out}: {error.strerror}") from error
         disk.write_json_atomic(self.out / "setup.json", self.setup)
-        trainer = Trainer(
+        with RunLog(self.out, self.record | {"training": dataclasses.asdict(self.config)}) as log:
+
+            def tell(progress: Progress) -> None:
+                log.add(progress)
+                report(progress)
+
+            trainer = self._trainer(store, held_out, tell)
+            trainer.pause_file = pause_file
+            try:
+                complete = trainer.run(stop)
+            finally:
+                store.flush()
+                held_out.flush()
+        require(
+            not complete or (self.head / "config.json").is_file(),
+            f"the run in {self.out} is complete, but its head, {self.head}, is gone; "
+            f"to train it again, give another output folder or delete {self.out / 'state'}",
+        )
+        return complete
+
+    def estimate(self) -> Estimate:
+        """What the run will take, from a few of its updates; nothing is written."""
+        store, held_out = (
+            FeatureStore(None, self.target, documents, self.info.target_fingerprint)
+            for documents in (self.training, self.held_out)
+        )
+        return estimate(self._trainer(store, held_out, lambda _: None), keeps_features=self.features is not None)
+
+    def _trainer(self, store: FeatureStore, held_out: FeatureStore, report: Callable[[Progress], None]) -> Trainer:
+        return Trainer(
             config=self.config,
             target=self.target,
             draft=self.draft,
@@ -155,17 +224,6 @@ class TrainingRun:
             report=report,
             record=self.record,
         )
-        try:
-            complete = trainer.run(stop)
-        finally:
-            store.flush()
-            held_out.flush()
-        require(
-            not complete or (self.head / "config.json").is_file(),
-            f"the run in {self.out} is complete, but its head, {self.head}, is gone; "
-            f"to train it again, give another output folder or delete {self.out / 'state'}",
-        )
-        return complete
 
     def _check_head(self) -> None:
         """UserError when a run that is yet to begin would replace a head that it did not write."""
@@ -173,8 +231,8 @@ class TrainingRun:
             return
         path = self.head / "run.json"
         found = disk.read_json(path) if path.is_file() else {}
-        ours = json.loads(json.dumps({**self.record, "training": dataclasses.asdict(self.config)}))
-        same = all(found.get(key) == ours[key] for key in ("target", "documents", "training"))
+        same = all(found.get(key) == self.record.get(key) for key in ("target", "documents", "warm_start"))
+        same = same and "training" in found and not changed_settings(found["training"], self.config)
         require(same, f"{self.head} exists and was not written by this run; give another output folder")
 
     def _store(self, name: str, documents: list[Document]) -> FeatureStore:
@@ -185,12 +243,55 @@ class TrainingRun:
         checkpoint.save_draft(draft, self.head, self.info, record)
 
 
+def _warm_start(
+    head: str | Path,
+    target_spec: str | Path,
+    dtype: torch.dtype,
+    chat: Chat,
+    config: TrainConfig,
+    capture_after: tuple[int, ...] | None,
+) -> tuple[Target, Draft, dict[str, Any]]:
+    """Target and head to begin with, and what run.json says of that head.
+
+    Its vocabulary map stays as it is, whatever the data: with another one every row of its `lm_head` would mean another
+    token, and nothing would look wrong.
+    """
+    folder = checkpoint.draft_path(head)
+    target, draft = checkpoint.load_pair(
+        target_spec, folder, dtype, "cpu", chat.fingerprint(), chat.template_fingerprint(), torch.float32
+    )
+    if draft.embed_tokens is not None:
+        draft.embed_tokens.requires_grad_(False)
+    size, layers = draft.config.draft_vocab_size, draft.config.capture_after
+    require(
+        config.draft_vocab_size in (None, size),
+        f"{head} has a draft vocabulary of {size}, which a run that begins with it keeps, and "
+        f"{config.draft_vocab_size} was asked for: leave --draft-vocab-size out",
+    )
+    require(
+        capture_after in (None, layers),
+        f"{head} reads the states after layers {list(layers)}; {list(capture_after or ())} were asked for: leave "
+        "--capture-after out",
+    )
+    earlier = disk.read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    return (
+        target,
+        draft,
+        {
+            "head": str(head) if str(head) == checkpoint.DEFAULT else checkpoint.draft_name(folder),
+            "sha256": checkpoint.weights_hash(folder),
+            "step": earlier.get("step"),
+            "tokens": earlier.get("tokens"),
+        },
+    )
+
+
 def draft_config(target: Target, config: TrainConfig, trained_length: int) -> DraftConfig:
     """A head of the target's own shape: its heads, widths, norm and whole rope block."""
     t = target.config
     return DraftConfig(
         vocab_size=t.vocab_size,
-        draft_vocab_size=config.draft_vocab_size,
+        draft_vocab_size=config.draft_vocab_size or DEFAULT_DRAFT_VOCAB,
         hidden_size=t.hidden_size,
         target_hidden_size=t.hidden_size,
         intermediate_size=t.intermediate_size,
@@ -222,7 +323,8 @@ def _compare_setup(out: Path, setup: dict[str, Any]) -> None:
     if not path.exists():
         return
     found = disk.read_json(path)
-    changed = [f"{k} was {found.get(k)!r} and is {v!r}" for k, v in setup.items() if found.get(k) != v]
+    names = [*setup, *(name for name in found if name not in setup)]
+    changed = [f"{k} was {found.get(k)!r} and is {setup.get(k)!r}" for k in names if found.get(k) != setup.get(k)]
     require(not changed, f"{out} belongs to another run: {'; '.join(changed)}. Give another output folder")
 
 

@@ -19,6 +19,7 @@ Source: EAGLE-3 (arXiv 2503.01840), section 3.2.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,6 +205,7 @@ def unroll(
     loss: str = "ce",
     feature_loss: bool = False,
     checkpoint_activations: bool = False,
+    update_rows: Sequence[int] | None = None,
 ) -> tuple[Tensor, StepStats]:
     """Unroll the draft `steps` times over a pack.
 
@@ -211,7 +213,8 @@ def unroll(
     times the mean loss of step k, and what was measured on the way. The loss of a row is `ce`, the soft cross-entropy
     against the teacher renormalised over the draft vocabulary, or `lk`, minus the log of the probability that the
     target accepts (head_loss.py). With `skip_outside`, rows whose teacher arg-max the draft cannot propose are left
-    out of it (the reference's convention); they always count as misses.
+    out of it (the reference's convention); they always count as misses. Where an update has several packs,
+    `update_rows` are the `rows_in_loss` of all of them: the losses of its packs then add up to the update's loss.
 
     `feature_loss` is EAGLE's loss before EAGLE-3: 0.1 of the above, and the smooth L1 distance of the feature that is
     fed back to the next true one; only for a draft that reads the target's final state. `checkpoint_activations` keeps
@@ -251,7 +254,8 @@ def unroll(
             feature = feature[_inside(plan, k, k + 1)]
 
     counts = [len(rows) for rows in scored_rows]
-    shares = torch.cat([torch.full((n,), decay**k / max(n, 1)) for k, n in enumerate(counts)])
+    of = counts if update_rows is None else update_rows
+    shares = torch.cat([torch.full((n,), decay**k / max(of[k], 1)) for k, n in enumerate(counts)])
     probs_PW, teacher_T = _teacher(pack, plan, head_rows_WD, over_all=loss == "lk")
     teachers = torch.cat([teacher_T[rows + 1 + k] for k, rows in enumerate(scored_rows)])
     total, losses, best = HeadLoss.apply(
@@ -260,6 +264,16 @@ def unroll(
     if feature_loss:
         total = distance + 0.1 * total
     return total, _measure(draft, pack, plan, scored_rows, losses, best)
+
+
+def rows_in_loss(draft: Draft, pack: Pack, steps: int, *, skip_outside: bool = True) -> list[int]:
+    """Per step, how many rows of this pack the loss is a mean over."""
+    outside_T = draft.vocab.draft_ids_V[pack.argmax_T.clamp(min=0)] < 0
+    counts = []
+    for k, valid_T in enumerate(Plan.make(pack.supervised_T, pack.starts, steps).valid_KT):
+        rows = valid_T.nonzero().squeeze(1)
+        counts.append(int((~outside_T[rows + 1 + k]).sum()) if skip_outside else len(rows))
+    return counts
 
 
 def _step(
