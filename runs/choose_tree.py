@@ -15,7 +15,7 @@ from aquiline.measure.evaluate import machine, versions
 from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
 
-GRID = ["2:1:2", "2:3:5", "3:1:3", "3:2:5", "3:3:7", "4:1:4", "4:3:8", "4:4:11", "5:4:15"]
+GRID = ["2:3:5", "3:1:3", "4:1:4", "3:3:7", "4:3:10", "4:4:15", "5:4:15", "6:4:15", "5:6:23", "5:6:31", "6:8:31"]
 
 
 def main() -> None:
