@@ -2,9 +2,9 @@
 
     python runs/versus_transformers.py OUT.json LIMIT MAX_NEW_TOKENS FILE.jsonl...
 
-Both run in the dtype that `generate` takes on this machine (it is in the record), on the same threads, greedily, from the
-prompt to the last token; who goes first alternates. In bf16 texts may part where two logits nearly tie: the two round
-at different places. The record holds the median ratio over prompts and its spread. Transformers' default attention (sdpa) is used.
+Both run in the dtype that `generate` takes on this machine, on the same threads, greedily, from the prompt to the last
+token; who goes first alternates. In bf16 texts may part where two logits nearly tie: the two round at different places.
+The record holds the dtype, the median ratio over prompts and its spread. Transformers' default attention is used.
 """
 
 import json
