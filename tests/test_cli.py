@@ -35,8 +35,17 @@ FLAGS = {
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
-        "--eval-every", "--save-every", "--seed", "--dtype",
+        "--eval-every", "--save-every", "--seed", "--dtype", "--strict",
     },
+    "data answer": {
+        "--target", "--draft", "--server", "--model", "--in-flight", "--temperature", "--max-new-tokens",
+        "--max-length", "--system", "--template-kwarg", "--limit", "--seed", "--strict", "--device", "--dtype",
+    },
+    "data invent": {
+        "--target", "--draft", "--count", "--in-flight", "--temperature", "--max-new-tokens", "--system", "--seed",
+        "--device", "--dtype",
+    },
+    "data show": {"--target", "--rows", "--max-length", "--strict"},
 }  # fmt: skip
 RESULT_KEYS = {
     "text", "token_ids", "finish_reason", "prompt_tokens", "generated_tokens", "cycles", "tau", "tokens_per_second",
@@ -44,8 +53,15 @@ RESULT_KEYS = {
 }  # fmt: skip
 
 
+def verbs() -> dict:
+    """Every command by its name, `data answer` and the like with both words."""
+    found = typer.main.get_command(cli.app).commands
+    inner = {f"{n} {k}": v for n, c in found.items() for k, v in getattr(c, "commands", {}).items()}
+    return {n: c for n, c in found.items() if not hasattr(c, "commands")} | inner
+
+
 def test_the_flags_of_every_verb_are_these_and_no_others():
-    commands = typer.main.get_command(cli.app).commands
+    commands = verbs()
     got = {n: {o for p in c.params for o in p.opts if o.startswith("--")} - {"--help"} for n, c in commands.items()}
     assert got == FLAGS
 

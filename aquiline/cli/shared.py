@@ -50,6 +50,7 @@ RepetitionFlag = Annotated[float, typer.Option("--repetition-penalty", help="Ove
 PresenceFlag = Annotated[float, typer.Option("--presence-penalty", help="Over output.")]
 FrequencyFlag = Annotated[float, typer.Option("--frequency-penalty", help="Over output.")]
 SeedFlag = Annotated[int, typer.Option("--seed", help="Same seed, same text, with and without a draft.")]
+StrictFlag = Annotated[bool, typer.Option("--strict", help="Stop at the first row that is of no use.")]
 
 
 def check_settings(max_new_tokens: int, tree: str | None, draft: str, **sampling: Any) -> dict[str, Any]:

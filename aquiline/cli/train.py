@@ -14,6 +14,7 @@ from rich.table import Table
 
 from aquiline.cli.shared import (
     DtypeFlag,
+    StrictFlag,
     TargetFlag,
     app,
     note,
@@ -54,6 +55,7 @@ def train(
     save_every: Annotated[int, typer.Option("--save-every", help="Updates.")] = TrainConfig.save_every,
     seed: Annotated[int, typer.Option("--seed")] = TrainConfig.seed,
     dtype: DtypeFlag = None,
+    strict: StrictFlag = False,
 ) -> None:
     """Train a head. The same command goes on where a stopped run left off."""
     config = TrainConfig(
@@ -70,6 +72,7 @@ def train(
     run = TrainingRun.prepare(
         data, out, target, chat, config,
         dtype=kind, capture_after=layers, features=features, command=["aquiline", *_plain_command(sys.argv[1:])],
+        strict=strict,
     )  # fmt: skip
     _print_run(run)
     stopped: list[int] = []
@@ -116,9 +119,10 @@ def _print_run(run: "TrainingRun") -> None:
     note(f"target {run.info.target} in {run.info.target_dtype}, captured after layers {list(target.capture_after)}")
     note(
         f"{data['documents']} documents, {data['tokens']} tokens, {data['supervised_tokens']} of them supervised; "
-        f"{data['held_out']} held out; {data['cut']} cut at the longest length, {data['dropped']} dropped with nothing "
-        "supervised left"
+        f"{data['held_out']} held out; {data['cut']} cut at the longest length"
     )
+    for reason, count in sorted(data["dropped"].items()):
+        note(f"dropped: {count} {reason}")
     note(
         f"draft vocabulary {run.config.draft_vocab_size}: {data['coverage']:.1%} of the supervised tokens; "
         f"longest row {run.draft.config.trained_length}"

@@ -16,7 +16,7 @@ import torch
 
 from aquiline.config import DraftConfig, TrainConfig, UserError, check_capture_after, require
 from aquiline.data.chat import Chat
-from aquiline.data.dataset import Document, fingerprint, hold_out, read_documents, token_counts
+from aquiline.data.dataset import Document, check_writers, fingerprint, hold_out, read_documents, token_counts
 from aquiline.data.features import FeatureStore, compute
 from aquiline.files import checkpoint, disk
 from aquiline.files.checkpoint import DraftInfo
@@ -57,16 +57,17 @@ class TrainingRun:
         capture_after: tuple[int, ...] | None = None,
         features: Path | None = None,
         command: Sequence[str] = (),
+        strict: bool = False,
     ) -> "TrainingRun":
         """Read the data, load the target, make the draft. UserError for what does not fit; writes nothing.
 
-        `command`: the command line, for the record.
+        `command`: the command line, for the record. `strict`: the first row of no use is an error.
         """
         target_config = checkpoint.read_target_config(target_spec)
         if capture_after is not None:
             check_capture_after(capture_after, target_config.num_layers)
         longest = min(config.max_length, target_config.max_positions)
-        reading = read_documents(data, chat, target_config.vocab_size, longest)
+        reading = read_documents(data, chat, target_config.vocab_size, longest, strict)
         training, held_out = hold_out(reading.documents, config.held_out, config.seed)
         require(
             bool(held_out),
@@ -84,6 +85,7 @@ class TrainingRun:
         info = DraftInfo.of(
             target, checkpoint.target_name(target_spec), chat.fingerprint(), chat.template_fingerprint()
         )
+        check_writers(reading, info.target_fingerprint, info.tokenizer, info.template)
         setup = _setup(info, draft)
         _compare_setup(out, setup)
         init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed)
@@ -96,6 +98,7 @@ class TrainingRun:
                 "held_out": len(held_out),
                 "cut": reading.cut,
                 "dropped": reading.dropped,
+                "template_kwargs": reading.template_kwargs,
                 "tokens": sum(map(len, training)),
                 "supervised_tokens": int(counts.sum()),
                 "coverage": vocab.coverage(counts),
