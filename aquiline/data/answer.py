@@ -14,7 +14,6 @@ from aquiline.data.prompts import Prompt
 from aquiline.data.rows import Dropped
 from aquiline.data.server import Server, through_server
 from aquiline.decode.engine import Engine, Request
-from aquiline.files.checkpoint import target_fingerprint
 from aquiline.files.row_file import RowFile
 
 Report = Callable[[int, str], None]  # prompts done, and what there is to say
@@ -81,7 +80,7 @@ def _who(writer: Model | Server, chat: Chat) -> dict[str, Any]:
     tokens = {"tokenizer": chat.fingerprint(), "template": chat.template_fingerprint()}
     if isinstance(writer, Server):  # its weights are not seen
         return {"name": writer.model} | tokens
-    return {"name": writer.target_name, "fingerprint": target_fingerprint(writer.target)} | tokens
+    return {"name": writer.target_name, "fingerprint": writer.fingerprint} | tokens
 
 
 @dataclasses.dataclass

@@ -15,7 +15,6 @@ from aquiline.api import Model
 from aquiline.config import InventConfig, Limits, SamplingConfig, UserError, require
 from aquiline.data.chat import Chat, StopMatcher
 from aquiline.decode.engine import Engine, Request
-from aquiline.files.checkpoint import target_fingerprint
 from aquiline.files.row_file import RowFile
 
 _FEWEST_LETTERS, _FEWEST_WORDS = 8, 2
@@ -40,7 +39,7 @@ def invent(model: Model, out: Path, config: InventConfig, report: Report = lambd
     """
     settings = dataclasses.asdict(config)
     del settings["count"], settings["in_flight"]
-    target = {"name": model.target_name, "fingerprint": target_fingerprint(model.target)}
+    target = {"name": model.target_name, "fingerprint": model.fingerprint}
     target["template"] = model.chat.template_fingerprint()
     with RowFile(out, settings | {"target": target}, ("id", "prompt")) as file:
         seen = {normalised(row["prompt"]) for row in file.rows}
