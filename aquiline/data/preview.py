@@ -74,7 +74,7 @@ def sizes(vocab_size: int) -> list[int]:
 
 
 def _share(counts_V: Tensor, ids: Tensor) -> float:
-    return float(counts_V[ids].sum() / counts_V.sum().clamp(min=1))
+    return int(counts_V[ids].sum()) / max(1, int(counts_V.sum()))
 
 
 def coverage_table(documents: Sequence[Document], vocab_size: int) -> Table:
