@@ -231,6 +231,20 @@ def test_prompts_longer_than_the_context_and_later_turns(tmp_path):
         run(tmp_path / "c.jsonl", writer, prompts[:1], AnswerConfig(max_length=short))
 
 
+def test_an_empty_answer_is_none_and_takes_nothing_from_the_turns_before(tmp_path):
+    class Falling(Scripted):
+        def ask(self, turn):
+            silent = turn.messages[-1]["content"] == "silent"
+            return Reply(assistant(""), [END], "stop") if silent else super().ask(turn)
+
+    prompts = [Prompt("a", "", [user("silent")]), Prompt("b", "", [user("x"), user("silent"), user("y")])]
+    for ids in (True, False):
+        counts = run(tmp_path / f"{ids}.jsonl", Falling(byte_chat(), ids=ids), prompts)
+        assert counts["dropped"] == counts["later_turns_left_out"] == {"empty answer": 1}
+        (row,) = rows_of(tmp_path / f"{ids}.jsonl")
+        assert (row["id"], row["messages"]) == ("b", [user("x"), assistant("x!")])
+
+
 def test_calls_are_context_and_a_system_message_is_added_where_there_is_none(tmp_path):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     tools = CHATML.replace("m.content +", "m.content + (m.tool_calls[0].function.name if m.tool_calls else '') +")

@@ -67,13 +67,20 @@ class Dialogue:
         self.temperature = config.temperatures[draw % len(config.temperatures)]
 
     def next(self, reply: Reply | None = None) -> Turn | None:
-        """Take the reply to the last turn and give the next one. None: it has ended, with an `error` or with rows."""
+        """Take the reply to the last turn and give the next one. None: it has ended, with an `error` or with rows.
+
+        What goes wrong in a later turn takes nothing from those before.
+        """
         try:
             if reply is not None:
                 self._take(reply)
             self._turn = self._ask()
         except UserError as error:
-            self.error, self._turn = error, None
+            self._turn = None
+            if self._rows:
+                self.left_out = error.reason or "cannot be written as tokens"
+            else:
+                self.error = error
         return self._turn
 
     @property
@@ -92,11 +99,7 @@ class Dialogue:
             return None
         ids = self._chat.render(self._messages, **self._config.template_kwargs)
         room = self._config.max_length - len(ids)
-        if room < 1:
-            reason = "prompt longer than the context"
-            require(bool(self._rows), f"{len(ids)} tokens, of {self._config.max_length} at most", reason)
-            self.left_out = reason
-            return None
+        require(room >= 1, f"{len(ids)} tokens, of {self._config.max_length} at most", "prompt longer than the context")
         seed = self._draw(str(len(self._messages))) % 2**63
         return Turn(list(self._messages), ids, min(room, self._config.max_new_tokens), self.temperature, seed)
 
@@ -109,7 +112,8 @@ class Dialogue:
         assert self._turn is not None
         prompt = self._turn.ids
         ids = self._ids_of(reply) if reply.ids is None else reply.ids
-        require(bool(ids), "the answer is empty", "empty answer")
+        empty = self._chat.end_of_turn_ids.issuperset(ids)
+        require(not empty, "the answer is empty", "empty answer")
         row = _Row(prompt)
         if self._rows and prompt[: len(self._rows[-1].ids)] == self._rows[-1].ids:
             row = self._rows.pop()
