@@ -5,6 +5,7 @@ import json
 import pytest
 
 from aquiline.config import AnswerConfig, UserError
+from aquiline.data import answer as answering
 from aquiline.data.answer import answer, summary
 from aquiline.data.dataset import read_documents
 from aquiline.data.dialogue import Dialogue, Reply, Turn
@@ -46,6 +47,19 @@ def run(out, writer, prompts=PROMPTS, config=CONFIG, chat=None, strict=False):
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_later_turn_keeps_the_cache_of_the_one_before(folders, tmp_path, monkeypatch):  # noqa: F811
+    model, reused = load(folders, "none"), []
+    reply = answering._reply
+    monkeypatch.setattr(
+        answering, "_reply", lambda r: (reused.append((r.reused_tokens, len(r.prompt_ids))), reply(r))[1]
+    )
+    run(tmp_path / "a.jsonl", model, PROMPTS[1:2], chat=model.chat)
+    (first, length), *later = reused
+    assert first == 0
+    assert len(later) == 2
+    assert all(tokens >= length - 1 for tokens, _ in later)
 
 
 @pytest.mark.parametrize("draft", ["draft", "none"])
@@ -139,6 +153,7 @@ def test_a_file_truncated_at_any_byte_keeps_the_rows_that_are_whole(tmp_path, mo
         (tmp_path / "a.jsonl").write_bytes(whole[:length])
         kept = max(i for i, end in enumerate(ends) if end <= length)
         with RowFile(tmp_path / "a.jsonl", {}, ("id",)) as file:
+            assert (tmp_path / "a.jsonl").read_bytes() == whole[: ends[kept]]
             assert file.rows == [{"id": row["id"]} for group in groups[:kept] for row in group]
             for group in groups[kept:]:
                 file.append(group)

@@ -1,12 +1,14 @@
 """Prompts that the target makes up: where they begin and end, what is left out, going on after a kill."""
 
 import json
+import types
 
 import pytest
 import torch
 
 from aquiline import api
 from aquiline.config import InventConfig, Limits, SamplingConfig, UserError
+from aquiline.data import invent as inventing
 from aquiline.data.invent import invent, usable
 from aquiline.data.prompts import read_prompts
 from aquiline.data.rows import Dropped
@@ -154,7 +156,7 @@ def test_it_goes_on_where_it_was_killed_and_to_a_higher_count(model, tmp_path):
     out = tmp_path / "a.jsonl"
     invent(model, out, CONFIG)
     whole = out.read_bytes()
-    for length in range(3, len(whole), 251):
+    for length in [i + 2 for i, byte in enumerate(whole[:-1]) if byte == 10] + [len(whole) - 1]:
         out.write_bytes(whole[:length])
         invent(model, out, CONFIG)
         assert out.read_bytes() == whole
@@ -165,6 +167,27 @@ def test_it_goes_on_where_it_was_killed_and_to_a_higher_count(model, tmp_path):
     assert len(out.read_bytes().splitlines()) == 5
     with pytest.raises(UserError, match=r"temperature was 1\.0 and is 0\.5"):
         invent(model, out, InventConfig(count=5, max_new_tokens=40, seed=1, temperature=0.5))
+
+
+def test_the_same_prompt_is_kept_once_and_attempts_are_numbered_on(tmp_path, monkeypatch):
+    chat = byte_chat()
+    texts = ["What is that thing?", "what IS that thing", "Another thing entirely", "And a third thing", "What is that"]
+    tried = []
+
+    def attempts(_model, _config, first):
+        for number in range(first, len(texts)):
+            tried.append(number)
+            yield number, request(chat, texts[number])
+
+    monkeypatch.setattr(inventing, "_attempts", attempts)
+    fake = types.SimpleNamespace(chat=chat, target_name="t", fingerprint="f")
+    counts = invent(fake, tmp_path / "a.jsonl", InventConfig(count=2))
+    assert counts["rejected_in_this_run"] == {"duplicate": 1}
+    invent(fake, tmp_path / "a.jsonl", InventConfig(count=4))
+    assert tried == [0, 1, 2, 3, 4]
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == [texts[0], *texts[2:]]
+    assert [row["id"] for row in rows] == [f"invented-0-{n}" for n in (0, 2, 3, 4)]
 
 
 def test_a_target_that_writes_no_user_turns_is_said(model, tmp_path):
