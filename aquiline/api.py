@@ -82,6 +82,7 @@ class Model:
     target_name: str
     draft_name: str
     draft_folder: Path | None = None
+    fingerprint: str = ""  # of the target
     _cycles: int = field(default=0, init=False)
     _emitted: int = field(default=0, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
@@ -307,7 +308,8 @@ def load(
     if str(draft) in (NGRAM, NONE):
         chat = load_chat(target)
         model = load_target(target, kind, where)
-        return Model(model.pack(), NGRAM if str(draft) == NGRAM else None, chat, name, str(draft))
+        fingerprint = checkpoint.target_fingerprint(model)  # packing takes the weights away
+        return Model(model.pack(), NGRAM if str(draft) == NGRAM else None, chat, name, str(draft), None, fingerprint)
     folder = checkpoint.draft_path(draft)  # first: a misspelt draft should not cost the loading of the target
     chat = load_chat(target)
     try:
@@ -319,4 +321,5 @@ def load(
             hint = "the default draft belongs to the default target; give --draft a head for this one, ngram or none"
             raise UserError(f"{error}. {hint}") from error
         raise
-    return Model(model.pack(), head.pack(), chat, name, checkpoint.draft_name(folder), folder)
+    fingerprint = checkpoint.target_fingerprint(model)
+    return Model(model.pack(), head.pack(), chat, name, checkpoint.draft_name(folder), folder, fingerprint)

@@ -8,20 +8,28 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class UserError(Exception):
-    """Something the user gave is wrong: the message says what was given, what was expected and what to do."""
+    """Something the user gave is wrong: the message says what was given, what was expected and what to do.
+
+    `reason`: the same few words for every row of data with this fault; rows of no use are counted by it.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class AquilineWarning(UserWarning):
     """Something is legal but may lower acceptance: said once, loudly."""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `UserError(message)` unless `condition` holds."""
+def require(condition: bool, message: str, reason: str = "") -> None:
+    """Raise `UserError(message, reason)` unless `condition` holds."""
     if not condition:
-        raise UserError(message)
+        raise UserError(message, reason)
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -366,3 +374,41 @@ class EvalConfig:
         require(self.max_new_tokens >= 2, f"max_new_tokens {self.max_new_tokens} must be at least 2 to have a cycle")
         require(self.limit is None or self.limit >= 1, f"limit {self.limit} must be at least 1")
         SamplingConfig(temperature=self.temperature, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class AnswerConfig:
+    """How the target answers prompts for training. Lengths are in tokens."""
+
+    temperatures: tuple[float, ...] = (0.0,)  # each prompt has one of them, chosen by its id
+    max_new_tokens: int = 512  # of a reply
+    max_length: int = 2048  # of a conversation
+    system: str | None = None  # for conversations without a system message
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    in_flight: int | None = None  # conversations at a time; None: 8 on this machine, 64 on a server
+
+    def __post_init__(self) -> None:
+        require(bool(self.temperatures), "no temperature was given; for example 0, or 0,0.7,1")
+        for temperature in self.temperatures:
+            SamplingConfig(temperature=temperature, seed=self.seed)
+        for name in ("max_new_tokens", "max_length", "in_flight"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} {value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class InventConfig:
+    """How the target makes up prompts. Lengths are in tokens."""
+
+    count: int = 1000  # prompts that are kept
+    temperature: float = 1.0
+    max_new_tokens: int = 256  # longer ones are left out as unfinished
+    system: str | None = None
+    seed: int = 0
+    in_flight: int = 8
+
+    def __post_init__(self) -> None:
+        SamplingConfig(temperature=self.temperature, seed=self.seed)
+        for name in ("count", "max_new_tokens", "in_flight"):
+            require(getattr(self, name) >= 1, f"{name} {getattr(self, name)} must be at least 1")

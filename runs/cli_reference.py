@@ -21,9 +21,9 @@ VALUES = {int: "N", float: "X", Path: "PATH"}
 def reference() -> str:
     """The whole page."""
     page = ["# Command line", "", str(app.info.help), "", "This page is written by `python runs/cli_reference.py`."]
-    for command in app.registered_commands:
-        assert command.callback is not None
-        page += ["", *_verb(command.name or command.callback.__name__, command.callback)]
+    apps = [("", app), *((f"{group.name} ", group.typer_instance) for group in app.registered_groups)]
+    for prefix, command in ((prefix, command) for prefix, part in apps for command in part.registered_commands):
+        page += ["", *_verb(prefix + (command.name or command.callback.__name__), command.callback)]
     return "\n".join(page) + "\n"
 
 

@@ -20,7 +20,11 @@ def main() -> None:
         with open(path, encoding="utf-8") as f:
             for line in f:
                 row = json.loads(line)
-                prompt, reply = len(row["prompt_ids"]), len(row["response_ids"])
+                if "ids" in row:
+                    reply = sum(end - first for first, end in row["replies"])
+                    prompt = len(row["ids"]) - reply
+                else:
+                    prompt, reply = len(row["prompt_ids"]), len(row["response_ids"])
                 draw = int.from_bytes(hashlib.sha256(row["id"].encode()).digest()[:4], "little") / 2**32
                 rows.append((draw if prompt <= 0.75 * reply else 6 * draw, prompt + reply, line))
     rows.sort()

@@ -27,13 +27,13 @@ def make_target(folder, seed=0, **changes):
     return checkpoint.load_target(folder, torch.float32)
 
 
-def make_draft(folder, target, zeroed=False, **changes):
+def make_draft(folder, target, zeroed=False, chat=None, **changes):
     """A random head for it, which accepts next to nothing."""
-    draft = tiny_draft(target, draft_vocab_size=200, max_positions=512, **changes)
+    draft = tiny_draft(target, **{"draft_vocab_size": 200, "max_positions": 512} | changes)
     if zeroed:
         for p in draft.parameters():
             p.data.zero_()
-    chat = byte_chat()
+    chat = chat or byte_chat()
     info = DraftInfo.of(target, "tiny", chat.fingerprint(), chat.template_fingerprint())
     checkpoint.save_draft(draft, folder, info, {"note": "random"}, torch.float32)
 

@@ -38,8 +38,17 @@ FLAGS = {
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
         "--eval-every", "--save-every", "--seed", "--dtype", "--warm-start", "--accumulate", "--decode-every",
         "--patience", "--pause-file", "--dry-run",
-        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--checkpoint-activations",
+        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--checkpoint-activations", "--strict",
     },
+    "data answer": {
+        "--target", "--draft", "--server", "--model", "--in-flight", "--temperature", "--max-new-tokens",
+        "--max-length", "--system", "--template-kwarg", "--limit", "--seed", "--strict", "--device", "--dtype",
+    },
+    "data invent": {
+        "--target", "--draft", "--count", "--in-flight", "--temperature", "--max-new-tokens", "--system", "--seed",
+        "--device", "--dtype",
+    },
+    "data show": {"--target", "--rows", "--max-length", "--strict"},
 }  # fmt: skip
 OUTPUTS = {"setup.json", "state", "head", "log.jsonl", "run.svg", "tensorboard"}
 RESULT_KEYS = {
@@ -48,8 +57,15 @@ RESULT_KEYS = {
 }  # fmt: skip
 
 
+def verbs() -> dict:
+    """Every command by its name, `data answer` and the like with both words."""
+    found = typer.main.get_command(cli.app).commands
+    inner = {f"{n} {k}": v for n, c in found.items() for k, v in getattr(c, "commands", {}).items()}
+    return {n: c for n, c in found.items() if not hasattr(c, "commands")} | inner
+
+
 def test_the_flags_of_every_verb_are_these_and_no_others():
-    commands = typer.main.get_command(cli.app).commands
+    commands = verbs()
     got = {n: {o for p in c.params for o in p.opts if o.startswith("--")} - {"--help"} for n, c in commands.items()}
     assert got == FLAGS
 
@@ -415,6 +431,88 @@ def test_a_command_line_is_recorded_without_paths():
     assert train._plain_command(given) == ["train", "x.jsonl", "--out=d", "--epochs", "2"]
 
 
+# ---------------------------------------------------------------- data
+
+
+def test_data_answer_and_show(aquiline, folders, tmp_path):  # noqa: F811
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "a.jsonl"
+    prompts.write_text('{"turns": ["hi", "więcej"]}\n{\n{"prompt": "a"}\n{"messages": []}\n{"prompt": "a"}\n')
+    arguments = ["data", "answer", prompts, out, *models(folders), "--max-new-tokens", 9]
+    code, stdout, err = aquiline(*arguments, "--temperature", "0,0.7", "--limit", 1)
+    assert (code, stdout) == (0, "")
+    code, _, err = aquiline(*arguments, "--temperature", "0,0.7")
+    assert code == 0
+    for words in ("2 prompts of 5 answered (1 of them before): 3 replies", "cut at the length limit: ", "tau 1.",
+                  "dropped: 1 broken JSON", "dropped: 1 duplicate prompt", "dropped: 1 empty"):  # fmt: skip
+        assert words in err
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["id"] for row in rows} == {"p.jsonl:1", "p.jsonl:3"}
+    record = json.loads((tmp_path / "a.jsonl.run.json").read_text())
+    assert record["settings"]["temperatures"] == [0.0, 0.7]
+    assert record["counts"]["dropped"] == {"broken JSON": 1, "duplicate prompt": 1, "empty": 1}
+    assert record["settings"]["target"]["template"] == byte_chat().template_fingerprint()
+    code, stdout, _ = aquiline("data", "show", out, "--target", folders / "target", "--rows", 1)
+    assert code == 0
+    assert "p.jsonl:1" in stdout
+    assert "<|im_start|>user" in stdout
+    assert f"{len(rows)} documents" in stdout
+    assert "\x1b" not in stdout  # no terminal, no colour
+
+
+def test_data_answers_go_into_a_head_and_bad_rows_are_counted(aquiline, folders, tmp_path):  # noqa: F811
+    prompts, out = tmp_path / "p.txt", tmp_path / "a.jsonl"
+    prompts.write_text("".join(f"say {n}\n" for n in range(6)))
+    assert aquiline("data", "answer", prompts, out, *models(folders, "none"), "--max-new-tokens", 9)[0] == 0
+    with open(out, "a") as file:
+        file.write('{"messages": [{"role": "assistant", "content": "a"}]}\n{broken\n')
+    command = ["train", out, "--out", tmp_path / "run", "--target", folders / "target", "--dtype", "float32",
+               "--draft-vocab-size", 200, "--held-out", 2, "--ttt-steps", 1]  # fmt: skip
+    check_refused(aquiline(*command, "--strict"), "a.jsonl:7", "starts with the assistant")
+    code, _, err = aquiline(*command)
+    assert code == 0, err
+    assert "dropped: 1 broken JSON" in err
+    assert "dropped: 1 starts with the assistant" in err
+    assert "other weights" not in err
+    run = json.loads((tmp_path / "run/head/run.json").read_text())
+    assert run["data"]["dropped"] == {"broken JSON": 1, "starts with the assistant": 1}
+    from tests.test_api import make_target
+
+    make_target(tmp_path / "other", seed=9)
+    command[command.index(folders / "target")] = tmp_path / "other"
+    command[3] = tmp_path / "another run"
+    code, _, err = aquiline(*command)
+    assert code == 0
+    assert "warning: 6 of 6 rows were written by other weights" in err
+
+
+def test_data_flags_that_do_not_work_are_refused(aquiline, folders, tmp_path):  # noqa: F811
+    (tmp_path / "p.txt").write_text("hi\n")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    prompts, out = tmp_path / "p.txt", tmp_path / "a.jsonl"
+    for arguments, words in (
+        ((prompts,), "Missing argument"),
+        ((prompts, tmp_path / "a.txt"), "ends in .jsonl"),
+        ((prompts, tmp_path / "bad.jsonl", tmp_path / "bad.jsonl"), "is one of the prompt files"),
+        ((prompts, tmp_path / "no" / "a.jsonl"), "cannot write"),
+        ((prompts, out, "--temperature", "0,x"), "'0,x' is not a number"),
+        ((prompts, out, "--temperature", "-1"), "temperature -1"),
+        ((prompts, out, "--max-length", "0"), "max_length 0"),
+        ((prompts, out, "--limit", "0"), "limit 0"),
+        ((prompts, out, "--in-flight", "0"), "in_flight 0"),
+        ((prompts, out, "--template-kwarg", "x"), "is not KEY=VALUE"),
+        ((prompts, out, "--model", "m"), "give --server too"),
+        ((prompts, out, "--server", "http://127.0.0.1:9", "--draft", "none"), "exclude each other"),
+        ((tmp_path / "none.jsonl", out), "does not exist"),
+        ((tmp_path / "bad.jsonl", out), "no prompt in"),
+    ):
+        check_refused(aquiline("data", "answer", *arguments), words)
+    arguments = ["data", "answer", prompts, out, *models(folders, "none")]
+    check_refused(aquiline(*arguments, "--template-kwarg", "enable_thinking=false"), "no prompt was answered", "know")
+    check_refused(aquiline("data", "invent", out, "--count", "0"), "count 0")
+    check_refused(aquiline("data", "show", tmp_path / "bad.jsonl", "--target", folders / "target"), "bad.jsonl:1")
+    check_refused(aquiline("data"), "Missing command")
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -500,7 +598,7 @@ def test_data_and_outputs_that_do_not_work_are_refused(aquiline, folders, answer
     bad.write_text('{"prompt_ids": [1, 2], "response_ids": [3, 4], "temperature": 1}\n')
     check_refused(aquiline(*train_arguments(folders, bad, tmp_path / "out")), "greedily")
     bad.write_text('{"messages": [{"role": "user", "content": "nobody answers"}]}\n')
-    check_refused(aquiline(*train_arguments(folders, bad, tmp_path / "out")), "none has a supervised token")
+    check_refused(aquiline(*train_arguments(folders, bad, tmp_path / "out")), "1 nothing supervised")
     assert not (tmp_path / "out").exists()
 
     (tmp_path / "file").write_text("x")

@@ -11,6 +11,7 @@ PACKAGE = ROOT / "aquiline"
 OPENERS = {"__init__.py", "__main__.py"}
 INSIDE_FUNCTIONS = {  # what may be imported there: in the one place that needs it, and late, for it is slow or optional
     "data/chat.py": {"tokenizers", "transformers"},
+    "data/prompts.py": {"datasets"},
     "files/checkpoint.py": {"huggingface_hub"},
     "train/log.py": {"wandb"},
 }

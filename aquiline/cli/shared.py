@@ -59,6 +59,7 @@ PauseFlag = Annotated[
     ),
 ]
 SeedFlag = Annotated[int, typer.Option("--seed", help="Same seed, same text, with and without a draft.")]
+StrictFlag = Annotated[bool, typer.Option("--strict", help="Stop at the first row that is of no use.")]
 
 
 def check_settings(max_new_tokens: int, tree: str | None, draft: str, **sampling: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.table import Table
 from aquiline.cli.shared import (
     DtypeFlag,
     PauseFlag,
+    StrictFlag,
     TargetFlag,
     app,
     note,
@@ -89,6 +90,7 @@ def train(
     pause_file: PauseFlag = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take; nothing is written.")] = False,
     dtype: DtypeFlag = None,
+    strict: StrictFlag = False,
 ) -> None:
     """Train a head. The same command goes on where a stopped run left off."""
     config = TrainConfig(
@@ -107,7 +109,7 @@ def train(
     chat = api.load_chat(target)
     run = TrainingRun.prepare(
         data, out, target, chat, config,
-        dtype=kind, capture_after=layers, features=features, warm_start=warm_start,
+        dtype=kind, capture_after=layers, features=features, warm_start=warm_start, strict=strict,
         command=["aquiline", *_plain_command(sys.argv[1:])],
     )  # fmt: skip
     _print_run(run)
@@ -164,9 +166,10 @@ def _print_run(run: "TrainingRun") -> None:
     note(f"target {run.info.target} in {run.info.target_dtype}, {reads}")
     note(
         f"{data['documents']} documents, {data['tokens']} tokens, {data['supervised_tokens']} of them supervised; "
-        f"{data['held_out']} held out; {data['cut']} cut at the longest length, {data['dropped']} dropped with nothing "
-        "supervised left"
+        f"{data['held_out']} held out; {data['cut']} cut at the longest length"
     )
+    for reason, count in sorted(data["dropped"].items()):
+        note(f"dropped: {count} {reason}")
     warm = run.record.get("warm_start")
     whose = "" if warm is None else f", that of {warm['head']}"
     note(

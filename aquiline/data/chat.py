@@ -27,23 +27,31 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def check_messages(messages: Sequence[Message]) -> None:
     """Raise UserError unless this is a conversation that a chat template can be asked to write."""
-    require(isinstance(messages, (list, tuple)), f"messages must be a list, not {type(messages).__name__}")
-    require(len(messages) > 0, "messages is empty; give at least one user turn")
+    form = "not a conversation"
+    require(isinstance(messages, (list, tuple)), f"messages must be a list, not {type(messages).__name__}", form)
+    require(len(messages) > 0, "messages is empty; give at least one user turn", "empty")
     for number, message in enumerate(messages, 1):
-        require(isinstance(message, dict), f"message {number} must be an object with 'role' and 'content'")
+        require(isinstance(message, dict), f"message {number} must be an object with 'role' and 'content'", form)
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-        require(role in ROLES, f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}")
+        require(
+            role in ROLES, f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}", "unknown role"
+        )
         calls_ok = not calls or (isinstance(calls, list) and all(_function_of(call).get("name") for call in calls))
-        require(calls_ok, f"message {number}: tool_calls must be a list of objects with function.name")
+        require(
+            calls_ok, f"message {number}: tool_calls must be a list of objects with function.name", "broken tool calls"
+        )
         if content is None:
             require(
                 role == "assistant" and bool(calls),
                 f"message {number} ({role}) has no content; only an assistant turn with tool_calls may leave it out",
+                "null content",
             )
         else:
             kind = type(content).__name__
             require(
-                isinstance(content, str), f"message {number} ({role}): content must be a text string, it is a {kind}"
+                isinstance(content, str),
+                f"message {number} ({role}): content must be a text string, it is a {kind}",
+                "content is not text",
             )
 
 
@@ -162,15 +170,36 @@ class Chat:
             ids.add(self.tokenizer.eos_token_id)
         question = {"role": "user", "content": "a"}
         try:
-            replies = [
-                self._render_text([question, {"role": "assistant", "content": c}], False, {}) for c in ("a", "b")
-            ]
+            closing = self._around([question], "assistant")[1]
         except UserError:
             return frozenset(ids)
-        # The replies differ in their last letter, so what they end on alike is what closes a turn.
-        closing = os.path.commonprefix([reply[::-1] for reply in replies])[::-1]  # noqa: RUF071 (letters are meant)
-        ids.update([i for i in self.encode(closing) if i in self._added.values()][:1])
+        ids.update(self._first_added(closing))
         return frozenset(ids)
+
+    def user_turn(self, messages: Sequence[Message] = ()) -> tuple[list[int], Limits]:
+        """Ids that end where a user's text begins, after `messages`, and where that text ends: stop ids and strings.
+
+        Both are what the template writes around a user's text, as it would be around an empty one.
+        """
+        opening, closing = self._around(messages, "user")
+        ends = self._first_added(closing)
+        require(bool(ends or closing.strip()), f"the chat template of {self.source} does not close a user's turn")
+        strings = () if ends else (closing.strip(),)
+        return self.encode(opening), Limits(stop_ids=frozenset(ends) | self.end_of_turn_ids, stop_strings=strings)
+
+    def _around(self, messages: Sequence[Message], role: str) -> tuple[str, str]:
+        """What the template writes before and behind a text: two messages that share no letter agree on the rest."""
+        texts = [self._render_text([*messages, {"role": role, "content": text}], False, {}) for text in ("a", "b")]
+        backwards = [text[::-1] for text in texts]
+        return os.path.commonprefix(texts), os.path.commonprefix(backwards)[::-1]  # noqa: RUF071 (letters are meant)
+
+    def _first_added(self, text: str) -> list[int]:
+        return [i for i in self.encode(text) if i in self._added.values()][:1]
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The tokens that stand for no text of their own, special ones above all, and their ids."""
+        return self._added
 
     def rows(
         self, messages: Sequence[Message], written: Sequence[bool] | None = None, **template_kwargs: Any
@@ -251,6 +280,10 @@ class Chat:
     def text(self, ids: Iterable[int]) -> str:
         """Text for people: special and end-of-turn tokens left out, spaces as they were."""
         return self._decode([i for i in ids if i not in self.end_of_turn_ids])
+
+    def raw_text(self, ids: Iterable[int]) -> str:
+        """Text with every special token in it."""
+        return self._decode(list(ids), False)
 
     def text_stream(self) -> "TextStream":
         """An incremental `text`."""

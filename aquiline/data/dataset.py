@@ -3,7 +3,12 @@
 A document is token ids plus, per token, whether THIS target wrote it: only such tokens are supervised.
 """
 
+import dataclasses
 import hashlib
+import itertools
+import json
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.config import UserError, require
+from aquiline.config import AquilineWarning, require
 from aquiline.data.chat import Chat
-from aquiline.files.disk import read_jsonl
+from aquiline.data.rows import Dropped, conversation
+from aquiline.files.disk import json_object, read_lines
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Document:
     greedy: bool
     source: str
     name: str
+    finish: tuple[str, ...] = ()  # of its replies, where it is known
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -43,73 +50,151 @@ class Reading:
 
     documents: list[Document]
     cut: int  # of these documents
-    dropped: int  # rows in which nothing supervised was left
+    dropped: dict[str, int]  # rows that are no document, by reason
+    writers: Counter[str]  # rows by who says to have written them, and with which template arguments, as JSON
+
+    @property
+    def template_kwargs(self) -> list[dict[str, Any]]:
+        """The different chat-template arguments of the rows."""
+        found = {json.dumps(json.loads(writer)["template_kwargs"], sort_keys=True) for writer in self.writers}
+        return [json.loads(text) for text in sorted(found)]
 
 
-def read_documents(paths: Sequence[Path], chat: Chat, vocab_size: int, max_length: int) -> Reading:
-    """Read JSON lines of either shape; rows are cut at `max_length` and left out when nothing supervised remains.
+def read_documents(
+    paths: Sequence[Path], chat: Chat, vocab_size: int, max_length: int, strict: bool = False
+) -> Reading:
+    """Read JSON lines of any of three shapes; documents are cut at `max_length`.
 
+    What `data answer` writes: `ids`, with `replies`, the [first, end] spans that this target wrote.
     Stored answers: `prompt_ids` and `response_ids`, taken exactly as they were generated.
-    Conversations: `messages`, rendered with the target's own chat template; `written` (a list of booleans, one per
-    assistant turn) says which turns this target wrote, by default all of them.
+    Conversations: `messages` or `conversations`, rendered with the target's own chat template and the row's
+    `template_kwargs`; `written` (a list of booleans, one per assistant turn) says which turns this target wrote, by
+    default all of them.
 
-    Raises UserError naming file and line for anything else, and when no token at all is supervised.
+    Rows of no use are counted by reason; UserError when nothing is left, and, if `strict`, for the first of them.
     """
     given: set[Path] = set()
     documents: list[Document] = []
+    cut, dropped, writers = 0, Dropped(strict), Counter[str]()
     for path in paths:
         require(path.resolve() not in given, f"{path} is given twice: its rows would count double")
         given.add(path.resolve())
-        for number, row in read_jsonl(path):
-            documents += _documents(row, path, number, chat, vocab_size)
-    # x_{t+2} is the first token a row can be taught.
-    kept = [d for d in documents if bool(d.supervised[2:max_length].any())]
+        for number, line in read_lines(path):
+            where, found = f"{path}:{number}", list[Document]()
+            with dropped.row(where):
+                row = json_object(line)
+                found = _documents(row, f"{path.name}:{number}", chat, vocab_size)
+                writers[_writer(row)] += 1
+            for document in found:
+                with dropped.row(where):
+                    _check_supervised(document, max_length)
+                    cut += len(document) > max_length
+                    documents.append(_cut(document, max_length))
     require(
-        bool(kept),
-        f"{len(documents)} rows in {', '.join(map(str, paths))}, and none has a supervised token: "
-        "nothing was written by this target, or the replies are cut off by max_length",
+        bool(documents),
+        f"no usable row in {', '.join(map(str, paths))}: {dropped}. The first: {dropped.first or 'there was none'}",
     )
-    cut = sum(len(d) > max_length for d in kept)
-    return Reading([_cut(d, max_length) for d in kept], cut, len(documents) - len(kept))
+    return Reading(documents, cut, dict(dropped.counts), writers)
 
 
-def _documents(row: dict[str, Any], path: Path, number: int, chat: Chat, vocab_size: int) -> list[Document]:
-    where = f"{path}:{number}"
-    source, name = str(row.get("source", "")), str(row.get("id", f"{path.name}:{number}"))
-    greedy = row.get("temperature") == 0
+def _check_supervised(d: Document, max_length: int) -> None:
+    # x_{t+2} is the first token a row can be taught.
+    require(
+        bool(d.supervised[2:max_length].any()),
+        "no supervised token: nothing was written by this target, or the replies are cut off by max_length",
+        "nothing supervised within max_length" if d.supervised.any() else "nothing supervised",
+    )
+
+
+def _documents(row: dict[str, Any], default_name: str, chat: Chat, vocab_size: int) -> list[Document]:
+    finish = row.get("finish") or ()
+    finish = (finish,) if isinstance(finish, str) else finish
+    about = (
+        row.get("temperature") == 0 and not row.get("retokenised"),  # other tokens than those that were chosen
+        str(row.get("source", "")),
+        str(row.get("id", default_name)),
+        tuple(map(str, finish)) if isinstance(finish, (list, tuple)) else (),
+    )
+    if "ids" in row and "replies" in row:
+        ids = _ids(row["ids"], vocab_size)
+        return [Document(ids, _spans(row["replies"], len(ids)), *about)]
     if "prompt_ids" in row and "response_ids" in row:
-        prompt, reply = _ids(row["prompt_ids"], where, vocab_size), _ids(row["response_ids"], where, vocab_size)
+        prompt, reply = _ids(row["prompt_ids"], vocab_size), _ids(row["response_ids"], vocab_size)
         flags = torch.arange(len(prompt) + len(reply)) >= len(prompt)
-        return [Document(torch.cat((prompt, reply)), flags, greedy, source, name)]
-    if "messages" in row:
-        try:
-            require(row.get("written", ()) is not None, "'written' is null; leave it out, or give a list")
-            rows = chat.rows(row["messages"], row.get("written"))
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
-        return [
-            Document(
-                _ids(list(r.ids), where, vocab_size), torch.tensor(r.supervised, dtype=torch.bool), greedy, source, name
-            )
-            for r in rows
-        ]
-    raise UserError(
-        f"{where}: no conversation: expected 'messages', or 'prompt_ids' and 'response_ids'; got {sorted(row)}"
+        return [Document(torch.cat((prompt, reply)), flags, *about)]
+    messages = conversation(row)
+    kwargs = row.get("template_kwargs") or {}
+    require(
+        isinstance(kwargs, dict), f"'template_kwargs' is {kwargs!r:.80}; expected an object", "broken template_kwargs"
     )
+    require(row.get("written", ()) is not None, "'written' is null; leave it out, or give a list", "broken 'written'")
+    rows = chat.rows(messages, row.get("written"), **kwargs)
+    require(bool(rows), "no turn of this conversation was written by this target", "nothing supervised")
+    return [Document(_ids(list(r.ids), vocab_size), torch.tensor(r.supervised, dtype=torch.bool), *about) for r in rows]
 
 
-def _ids(values: Any, where: str, vocab_size: int) -> Tensor:
-    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < vocab_size for v in values):
-        raise UserError(
-            f"{where}: token ids must be a list of integers within 0..{vocab_size - 1}, the target's vocabulary"
-        )
+def _spans(replies: Any, length: int) -> Tensor:
+    """Flags from [first, end] pairs."""
+    pairs = isinstance(replies, list) and all(
+        isinstance(p, list) and len(p) == 2 and all(type(i) is int for i in p) for p in replies
+    )
+    edges = [i for pair in replies for i in pair] if pairs else []
+    ordered = all(a <= b for a, b in itertools.pairwise([0, *edges, length]))
+    require(
+        pairs and ordered,
+        f"'replies' is {replies!r:.80}; expected [first, end] positions in ascending order, of {length} ids",
+        "broken 'replies'",
+    )
+    flags = torch.zeros(length, dtype=torch.bool)
+    for first, end in replies:
+        flags[first:end] = True
+    return flags
+
+
+def _writer(row: dict[str, Any]) -> str:
+    target = row.get("target")
+    target = target if isinstance(target, dict) else {}
+    return json.dumps({"target": target, "template_kwargs": row.get("template_kwargs") or {}}, sort_keys=True)
+
+
+def check_writers(reading: Reading, target: str, tokenizer: str, template: str) -> None:
+    """Say it when rows are another target's, by the fingerprints they carry; UserError when its tokens are others."""
+    ours = {"tokenizer": tokenizer, "fingerprint": target, "template": template}
+    strange: Counter[str] = Counter()
+    for text, count in reading.writers.items():
+        writer = json.loads(text)["target"]
+        for key, value in ours.items():
+            if writer.get(key, value) != value:
+                strange[key] += count
+    rows = sum(reading.writers.values())
+    require(
+        not strange["tokenizer"],
+        f"{strange['tokenizer']} of {rows} rows hold the ids of another tokenizer; answer the prompts with this target",
+    )
+    said = {
+        "fingerprint": "were written by other weights than this target's: it would not have written them",
+        "template": "were written under another chat template: the head will see other prompts than in training",
+    }
+    notes = [f"{strange[key]} of {rows} rows {text}" for key, text in said.items() if strange[key]]
+    if len(reading.template_kwargs) > 1:
+        notes.append(f"the rows were written with different template arguments: {reading.template_kwargs}")
+    for note in notes:
+        warnings.warn(note, AquilineWarning, stacklevel=2)
+
+
+def _ids(values: Any, vocab_size: int) -> Tensor:
+    require(
+        isinstance(values, list) and all(type(v) is int and 0 <= v < vocab_size for v in values),
+        f"token ids must be a list of integers within 0..{vocab_size - 1}, the target's vocabulary",
+        "ids outside the vocabulary",
+    )
     return torch.tensor(values, dtype=torch.int32)
 
 
 def _cut(d: Document, max_length: int) -> Document:
     if len(d) <= max_length:
         return d
-    return Document(d.ids[:max_length].clone(), d.supervised[:max_length].clone(), d.greedy, d.source, d.name)
+    return dataclasses.replace(d, ids=d.ids[:max_length].clone(), supervised=d.supervised[:max_length].clone())
 
 
 def fingerprint(documents: Sequence[Document]) -> str:

@@ -22,33 +22,52 @@ from aquiline.config import UserError, require
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON object from a file; UserError when it is missing, damaged or no object."""
     try:
-        data = Path(path).read_bytes()
+        return json_object(Path(path).read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return _json_object(data, str(path))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of every line that is not blank; UserError names the file and the line."""
+    for number, line in read_lines(path):
+        try:
+            row = json_object(line)
+        except UserError as error:
+            raise UserError(f"{path}:{number}: {error}", error.reason) from error
+        yield number, row
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of every line that is not blank; lines end at \\n only, as those of JSON lines do."""
     try:
-        with open(path, "rb") as file:  # bytes: lines end at \n only, as those of JSON lines do
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield number, _json_object(line, f"{path}:{number}")
+                    yield number, line
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _json_object(data: bytes, where: str) -> dict[str, Any]:
+def utf8(data: bytes) -> str:
+    """Bytes as text. UserError for other encodings; UTF-16 is known by its zero bytes, which no text holds."""
     try:
-        value = json.loads(data.decode("utf-8-sig"))  # a byte order mark is no reason to refuse
+        require(b"\0" not in data, "not UTF-8 text; save the file as UTF-8", "not UTF-8")
+        return data.decode("utf-8-sig")  # a byte order mark is no reason to refuse
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text; save the file as UTF-8") from error
+        raise UserError("not UTF-8 text; save the file as UTF-8", "not UTF-8") from error
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """The object that a file or a line holds; UserError for anything else."""
+    try:
+        value = json.loads(utf8(data))
     except ValueError as error:  # also an integer of more digits than Python reads
-        raise UserError(f"{where}: not JSON ({error})") from error
+        raise UserError(f"not JSON ({error})", "broken JSON") from error
     except RecursionError as error:
-        raise UserError(f"{where}: not JSON that can be read: nested too deeply") from error
-    require(isinstance(value, dict), f"{where}: expected an object, found {type(value).__name__}")
+        raise UserError("not JSON that can be read: nested too deeply", "broken JSON") from error
+    require(isinstance(value, dict), f"expected an object, found {type(value).__name__}", "not an object")
     return value
 
 

@@ -26,7 +26,7 @@ from aquiline.config import (
     require,
 )
 from aquiline.data.chat import Chat
-from aquiline.data.dataset import Document, fingerprint, hold_out, read_documents, token_counts
+from aquiline.data.dataset import Document, check_writers, fingerprint, hold_out, read_documents, token_counts
 from aquiline.data.features import FeatureStore, compute
 from aquiline.files import checkpoint, disk
 from aquiline.files.checkpoint import DraftInfo
@@ -73,11 +73,13 @@ class TrainingRun:
         features: Path | None = None,
         warm_start: str | Path | None = None,
         command: Sequence[str] = (),
+        strict: bool = False,
     ) -> "TrainingRun":
         """Read the data, load the target, make the draft. UserError for what does not fit; writes nothing.
 
         `warm_start`: a head (folder, hub id or `default`) whose weights, vocabulary map, captured layers and switches
-        the run begins with. `command`: the command line, for the record.
+        the run begins with. `command`: the command line, for the record. `strict`: the first row of no
+        use is an error.
         """
         require(
             capture_after == TOP or not config.feature_loss,
@@ -88,7 +90,7 @@ class TrainingRun:
         if capture_after is not None:
             check_capture_after(capture_after, target_config.num_layers)
         longest = min(config.max_length, target_config.max_positions)
-        reading = read_documents(data, chat, target_config.vocab_size, longest)
+        reading = read_documents(data, chat, target_config.vocab_size, longest, strict)
         training, held_out = hold_out(reading.documents, config.held_out, config.seed)
         require(
             bool(held_out),
@@ -116,6 +118,7 @@ class TrainingRun:
         info = DraftInfo.of(
             target, checkpoint.target_name(target_spec), chat.fingerprint(), chat.template_fingerprint()
         )
+        check_writers(reading, info.target_fingerprint, info.tokenizer, info.template)
         setup = _setup(info, draft) | ({} if started is None else {"warm_start": started["sha256"]})
         _compare_setup(out, setup)
         if started is None:
@@ -132,6 +135,7 @@ class TrainingRun:
                 "held_out": len(held_out),
                 "cut": reading.cut,
                 "dropped": reading.dropped,
+                "template_kwargs": reading.template_kwargs,
                 "tokens": sum(map(len, training)),
                 "supervised_tokens": int(counts.sum()),
                 "coverage": vocab.coverage(counts),
