@@ -92,7 +92,7 @@ def train(
     dtype: DtypeFlag = None,
     strict: StrictFlag = False,
 ) -> None:
-    """Train a head. The same command goes on where a stopped run left off."""
+    """Train a head. The same command goes on where a stopped run left off; under torchrun, processes share the work."""
     config = TrainConfig(
         optimizer=optimizer, learning_rate=learning_rate, adamw_learning_rate=adamw_learning_rate,
         ttt_steps=ttt_steps, batch_tokens=batch_tokens, accumulate=accumulate, max_length=max_length, epochs=epochs,
@@ -103,6 +103,7 @@ def train(
     )  # fmt: skip
     layers = None if capture_after is None else _layers(capture_after)
     from aquiline import api
+    from aquiline.train.parallel import Processes
     from aquiline.train.run import TrainingRun
 
     kind = api.pick_dtype(dtype, target, api.pick_device("cpu"))
@@ -112,24 +113,28 @@ def train(
         dtype=kind, capture_after=layers, features=features, warm_start=warm_start, strict=strict,
         command=["aquiline", *_plain_command(sys.argv[1:])],
     )  # fmt: skip
-    _print_run(run)
     if dry_run:
+        _print_run(run)
         _print_estimate(run)
         return
     stopped: list[int] = []
-    with progress() as bar:
+    with Processes.joined() as processes, progress() as bar:
+        if processes.first:
+            _print_run(run)
         report = _training_report(bar)
         before = {
             s: signal.signal(s, lambda number, _: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            complete = run.run(report, lambda: bool(stopped), pause_file)
+            complete = run.run(report, lambda: bool(stopped), pause_file, processes)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+    if not processes.first:
+        return
     if not complete:
         note(f"stopped and saved in {out}; the same command goes on from there")
-        raise typer.Exit(128 + stopped[0])
+        raise typer.Exit(128 + (stopped or [signal.SIGTERM])[0])
     note(f"complete; the head is {run.head}")
 
 

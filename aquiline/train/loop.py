@@ -26,6 +26,7 @@ from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 from aquiline.train.decoding import decode_some
 from aquiline.train.optim import make_optimizers, schedule
+from aquiline.train.parallel import ALONE, Processes
 from aquiline.train.state import RunState, load_state, save_state
 from aquiline.train.ttt import Pack, StepStats, rows_in_loss, unroll
 from aquiline.train.walk import Walk
@@ -134,6 +135,7 @@ class Trainer:
     report: Callable[[Progress], None]
     record: dict[str, Any] = field(default_factory=dict)  # the fixed part of run.json
     pause_file: Path | None = None  # while a timed measurement holds it, no update begins
+    processes: Processes = ALONE
 
     def __post_init__(self) -> None:
         require(
@@ -151,6 +153,7 @@ class Trainer:
         """
         config = self.config
         state = load_state(self.folder, config, self.record.get("documents"), self.draft, self.optimizers)
+        self.processes.make_alike(self.draft.parameters())
         give_way = GiveWay(self.pause_file)
         try:
             return state.ended_early or self._run(state, give_way, stop)
@@ -160,8 +163,9 @@ class Trainer:
     def _run(self, state: RunState, give_way: GiveWay, stop: Callable[[], bool]) -> bool:
         config, last = self.config, time.monotonic()
         for step, group in self._updates(state.step):
-            last += give_way(stop)
-            if stop():
+            if self.processes.first:
+                last += give_way(stop)
+            if self.processes.any(stop()):
                 self._save(state)
                 return False
             loss, accuracy, finite = self.update(group, schedule(step, self.total, config))
@@ -190,7 +194,7 @@ class Trainer:
         group: list[list[int]] = []
         for pack in packs(self.store.documents, self.config.batch_tokens, self.config.seed, number):
             group.append(pack)
-            if len(group) == self.config.accumulate:
+            if len(group) == self.config.accumulate * self.processes.count:
                 yield group
                 group = []
         if group:
@@ -230,13 +234,14 @@ class Trainer:
 
         However the documents are packed, it is the same: a step's mean is over its rows in all packs.
         """
-        c, documents = self.config, self.store.documents
-        made = [make_pack([documents[i] for i in n], self.store.get(n), self.draft, self.target) for n in group]
+        c, documents, share = self.config, self.store.documents, self.processes.share(group)
+        made = [make_pack([documents[i] for i in n], self.store.get(n), self.draft, self.target) for n in share]
         rows = None
-        if len(made) > 1:
+        if len(group) > 1:
             counts = [rows_in_loss(self.draft, p, c.ttt_steps, skip_outside=c.skip_outside) for p in made]
-            rows = [sum(of_step) for of_step in zip(*counts, strict=True)]
-        total, right, seen = 0.0, [0.0] * c.ttt_steps, [0] * c.ttt_steps
+            here = [sum(of_step) for of_step in zip(*counts, strict=True)] or [0] * c.ttt_steps
+            rows = [round(n) for n in self.processes.sum(here)]
+        total, right, seen = 0.0, [0.0] * c.ttt_steps, [0.0] * c.ttt_steps
         for pack in made:
             loss, stats = configured_unroll(self.draft, pack, self.head_rows_WD, c, rows)
             loss.backward()
@@ -244,15 +249,23 @@ class Trainer:
             for k, n in enumerate(stats.rows):
                 right[k] += stats.accuracy[k] * n
                 seen[k] += n
-        return total, [r / max(n, 1) for r, n in zip(right, seen, strict=True)]
+        self.processes.sum_gradients(self.draft.parameters())
+        total, *sums = self.processes.sum([total, *right, *seen])
+        return total, [r / max(n, 1) for r, n in zip(sums[: c.ttt_steps], sums[c.ttt_steps :], strict=True)]
 
-    def _evaluate(self, state: RunState, progress: Progress) -> Evaluation:
+    def _evaluate(self, state: RunState, progress: Progress) -> Evaluation | None:
         """Measure the held-out documents; keep the head when it is the best so far, count when it is not."""
-        config = self.config
-        evaluation = evaluate(self.draft, self.target, self.held_out, config, self.head_rows_WD)
-        tau = evaluation.tau or 0.0
+        config, evaluation = self.config, None
+        if self.processes.first:
+            evaluation = evaluate(self.draft, self.target, self.held_out, config, self.head_rows_WD)
+        tau = self.processes.sum([0.0 if evaluation is None else evaluation.tau or 0.0])[0]
+        better = tau >= state.best
         state.since_best = 0 if tau > state.best else state.since_best + 1
         state.ended_early = bool(config.patience) and state.since_best >= config.patience
+        if better:
+            state.best, state.best_step = tau, state.step
+        if evaluation is None:
+            return None
         done = state.ended_early or state.step == self.total
         if config.decode_every and (done or (len(state.history) + 1) % config.decode_every == 0):
             evaluation.decoded = decode_some(self.target, self.draft, self.held_out.documents, config.ttt_steps)
@@ -265,8 +278,7 @@ class Trainer:
             }
             | dataclasses.asdict(evaluation)
         )
-        if tau >= state.best:
-            state.best, state.best_step = tau, state.step
+        if better:
             self.save_head(self.draft, self._run_record(state))
         return evaluation
 
@@ -279,4 +291,6 @@ class Trainer:
         }
 
     def _save(self, state: RunState) -> None:
-        save_state(self.folder, state, self.config, self.record.get("documents"), self.draft, self.optimizers)
+        if self.processes.first:
+            save_state(self.folder, state, self.config, self.record.get("documents"), self.draft, self.optimizers)
+        self.processes.wait()

@@ -38,6 +38,7 @@ from aquiline.train.estimate import Estimate, estimate
 from aquiline.train.init import init_draft
 from aquiline.train.log import RunLog
 from aquiline.train.loop import Progress, Trainer
+from aquiline.train.parallel import Processes, launched
 from aquiline.train.state import changed_settings
 
 _INIT_DOCUMENTS = 8  # whose captured states the new head is scaled to
@@ -119,7 +120,11 @@ class TrainingRun:
             target, checkpoint.target_name(target_spec), chat.fingerprint(), chat.template_fingerprint()
         )
         check_writers(reading, info.target_fingerprint, info.tokenizer, info.template)
-        setup = _setup(info, draft) | ({} if started is None else {"warm_start": started["sha256"]})
+        setup = (
+            _setup(info, draft)
+            | {"processes": launched()}
+            | ({} if started is None else {"warm_start": started["sha256"]})
+        )
         _compare_setup(out, setup)
         if started is None:
             sources = init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed, config.init)
@@ -180,21 +185,32 @@ class TrainingRun:
         report: Callable[[Progress], None],
         stop: Callable[[], bool] = lambda: False,
         pause_file: Path | None = None,
+        processes: Processes = Processes(),
     ) -> bool:
-        """Train, going on from `OUT/state` if there is one; True when the run is complete, False when stopped."""
-        store, held_out = self._store("train", self.training), self._store("held_out", self.held_out)
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write {self.out}: {error.strerror}") from error
-        disk.write_json_atomic(self.out / "setup.json", self.setup)
+        """Train, going on from `OUT/state` if there is one; True when the run is complete, False when stopped.
+
+        Of several `processes` the first one makes and writes the files.
+        """
+        if processes.first:
+            store, held_out = self._store("train", self.training), self._store("held_out", self.held_out)
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"cannot write {self.out}: {error.strerror}") from error
+            disk.write_json_atomic(self.out / "setup.json", self.setup)
+            processes.wait()
+        else:
+            processes.wait()  # until the folder of features is there
+            store = self._store("train", self.training)
+            held_out = FeatureStore(None, self.target, self.held_out, self.info.target_fingerprint)
         with RunLog(self.out, self.record | {"training": dataclasses.asdict(self.config)}) as log:
 
             def tell(progress: Progress) -> None:
-                log.add(progress)
-                report(progress)
+                if processes.first:
+                    log.add(progress)
+                    report(progress)
 
-            trainer = self._trainer(store, held_out, tell)
+            trainer = self._trainer(store, held_out, tell, processes)
             trainer.pause_file = pause_file
             try:
                 complete = trainer.run(stop)
@@ -216,7 +232,13 @@ class TrainingRun:
         )
         return estimate(self._trainer(store, held_out, lambda _: None), keeps_features=self.features is not None)
 
-    def _trainer(self, store: FeatureStore, held_out: FeatureStore, report: Callable[[Progress], None]) -> Trainer:
+    def _trainer(
+        self,
+        store: FeatureStore,
+        held_out: FeatureStore,
+        report: Callable[[Progress], None],
+        processes: Processes = Processes(),
+    ) -> Trainer:
         return Trainer(
             config=self.config,
             target=self.target,
@@ -227,6 +249,7 @@ class TrainingRun:
             save_head=self._save_head,
             report=report,
             record=self.record,
+            processes=processes,
         )
 
     def _check_head(self) -> None:
@@ -326,7 +349,7 @@ def _compare_setup(out: Path, setup: dict[str, Any]) -> None:
     path = out / "setup.json"
     if not path.exists():
         return
-    found = disk.read_json(path)
+    found = {"processes": 1} | disk.read_json(path)
     names = [*setup, *(name for name in found if name not in setup)]
     changed = [f"{k} was {found.get(k)!r} and is {setup.get(k)!r}" for k in names if found.get(k) != setup.get(k)]
     require(not changed, f"{out} belongs to another run: {'; '.join(changed)}. Give another output folder")
