@@ -14,6 +14,7 @@ from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, versions
 from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
+from aquiline.model.backend import describe
 
 GRID = ["2:3:5", "3:1:3", "4:1:4", "3:3:7", "4:3:10", "4:4:15", "5:4:15", "6:4:15", "5:6:23", "5:6:31", "6:8:31"]
 
@@ -58,7 +59,12 @@ def main() -> None:
         "prompts": len(same),
         "max_new_tokens": tokens,
         "plain_tokens_per_second": sum(emitted[None]) / sum(seconds[None]),
-        "settings": {"target": model.target_name, "draft": model.draft_name, "dtype": model.dtype},
+        "settings": {
+            "target": model.target_name,
+            "draft": model.draft_name,
+            "dtype": model.dtype,
+            "decoding": describe(model.target.dtype, model.target.device),
+        },
         "machine": machine(model.target.device) | found.record(),
         "versions": versions(),
     }

@@ -23,6 +23,7 @@ from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, versions
 from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
+from aquiline.model.backend import describe
 
 
 def main() -> None:
@@ -71,6 +72,7 @@ def main() -> None:
         "equal": equal,
         "tokens_per_second_median": {name: statistics.median(values) for name, values in rates.items()},
         "dtype": ours.dtype,
+        "decoding": describe(ours.target.dtype, ours.target.device),
         "max_new_tokens": tokens,
         "files": [Path(p).name for p in paths],
         "machine": machine(torch.device("cpu")) | found.record(),

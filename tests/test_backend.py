@@ -1,6 +1,6 @@
 """The compiled kernel: equal to PyTorch within rounding, and to itself bit for bit, whatever else is in the pass."""
 
-import subprocess
+import ctypes
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ SHAPES = {
     "grouped": {},
     "odd": {"hidden_size": 40, "intermediate_size": 50, "num_heads": 5, "num_kv_heads": 5, "head_dim": 6},
     "wide": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "hidden_size": 96},
+    "heads of 80": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 80, "hidden_size": 56},
     "one kv head": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 32},
     "biases and head norms": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "head_dim": 16},
 }
@@ -28,9 +29,9 @@ WAYS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 @pytest.fixture
 def tiles(request, monkeypatch):
     """Whether the matrix units are used, where there are any."""
-    if request.param and not backend._amx():
+    if request.param and not backend._tiles():
         pytest.skip("this CPU has no matrix tiles")
-    monkeypatch.setattr(backend, "_amx", lambda: request.param)
+    monkeypatch.setattr(backend, "_tiles", lambda: request.param)
     return request.param
 
 
@@ -167,41 +168,208 @@ def test_speculative_text_is_the_plain_text_in_bf16_too(dtype):
         assert texts[0] == texts[1] == texts[2]
 
 
-def test_without_a_compiler_pytorch_decodes_and_it_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(backend, "library", backend.library.__wrapped__)
-    monkeypatch.setattr(backend, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
-    monkeypatch.delenv("AQUILINE_KERNEL", raising=False)
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(backend.shutil, "which", lambda _: None)
-    with pytest.warns(AquilineWarning, match=r"no C\+\+ compiler"):
-        assert tiny_target().pack()._decoder is None
-    broken = tmp_path / "broken"
-    broken.write_text('#!/bin/sh\ntest "$1" = --version && echo 1 && exit 0\necho no such flag >&2\nexit 1\n')
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    with pytest.warns(AquilineWarning) as said:
-        assert backend.library() is None
-    assert any("no such flag" in str(w.message) for w in said)
-    assert not list(tmp_path.glob("aquiline/*"))  # nothing half-built stays
-    monkeypatch.setenv("AQUILINE_KERNEL", "off")
-    assert backend.library() is None
+@needs_kernel
+def test_a_cache_that_grew_slots_out_of_order_and_a_shared_mask():
+    target = tiny_target(max_positions=4096).to(torch.bfloat16).pack()
+    prompts = [prompt(n, n) for n in (1030, 5, 700)]  # over the first capacity of a row, and over a prefill chunk
+    cache = target.new_cache(3, 4096)
+    for slot, ids in enumerate(prompts):
+        for a in range(0, ids.shape[1], 512):
+            chunk = ids[:, a : a + 512]
+            out = target(chunk, torch.arange(a, a + chunk.shape[1])[None], None, cache, [slot])
+            cache.keep(slot, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
+    assert cache.keys_LRGSE.shape[3] == 2048
+    mask = torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]])
+    slots = [2, 0]
+    ids, positions = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[700, 701, 701], [1030, 1031, 1031]])
+    together = target(ids, positions, mask, cache, slots)
+    for b, slot in enumerate(slots):
+        for path in ([0], [0, 1], [0, 2]):
+            alone = target.new_cache(1, 4096)
+            known = prompts[slot][0].tolist() + [int(ids[b, i]) for i in path]
+            for a in range(0, len(known), 300):  # other chunks
+                chunk = torch.tensor([known[a : a + 300]])
+                out = target(chunk, torch.arange(a, a + chunk.shape[1])[None], None, alone, [0])
+                alone.keep(0, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
+            assert torch.equal(out.last_BND[0, -1], together.last_BND[b, path[-1]])
 
 
 @needs_kernel
-def test_the_kernel_is_compiled_once_and_again_when_its_source_changes(monkeypatch, tmp_path):
+def test_a_token_that_sees_nothing_is_no_crash_and_a_nan_stays_one():
+    target = tiny_target().pack()
+    mask = torch.tensor([[[True, False], [False, False]]])
+    out = target(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), mask)
+    assert bool(out.last_BND.isfinite().all())
+    alone = target(torch.tensor([[1]]), torch.tensor([[0]]))
+    assert torch.equal(out.last_BND[:, 0], alone.last_BND[:, 0])
+    broken = tiny_target()
+    broken.model.embed_tokens.weight[3, 5] = torch.nan
+    last = broken.pack()(torch.tensor([[3, 4]]), torch.tensor([[0, 1]])).last_BND
+    assert bool(last[0, 0].isnan().all())
+
+
+@needs_kernel
+def test_gates_and_scores_far_from_zero_are_those_of_pytorch():
+    models = [tiny_target(), tiny_target()]
+    for model in models:
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.weight *= 60  # the exponential saturates both ways
+            layer.self_attn.q_proj.weight *= 60
+    models[1].pack()
+    want, got = (m(prompt(20), torch.arange(20)[None]).last_BND for m in models)
+    assert torch.allclose(got, want, atol=2e-3)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "flags", [["-O1"], ["-O3", "-march=haswell"], ["-O2", "-march=x86-64-v4"]], ids=lambda f: "".join(f)
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_builds_for_other_cpus_agree(flags, dtype, monkeypatch, tmp_path):
+    if "-march=x86-64-v4" in flags and "avx512f" not in backend.cpu_flags():
+        pytest.skip("this CPU has no AVX-512")
+    ids, positions = prompt(20), torch.arange(20)[None]
+    want = tiny_target().to(dtype).pack()(ids, positions)
+    kept = [f for f in backend._FLAGS if not f.startswith(("-O", "-march=" if len(flags) > 1 else "-O"))]
+    monkeypatch.setattr(backend, "_FLAGS", kept + flags)
+    built = backend._opened(backend._compile(["g++"], backend._openmp(), tmp_path))
+    backend_tiles = bool(built.aq_request_tiles()) and backend.fast_bf16("cpu")
+    monkeypatch.setattr(backend, "library", lambda: built)
+    monkeypatch.setattr(backend, "_tiles", lambda: backend_tiles)
+    got = tiny_target().to(dtype).pack()(ids, positions)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06  # other sums, rounded to bf16 at the same places
+    for name in ("last_BND", "aux_BNA", "keys_LBGNE"):
+        one, other = getattr(got, name).float(), getattr(want, name).float()
+        assert float((one - other).norm() / other.norm()) < tolerance
+
+
+@needs_kernel
+def test_what_does_not_fit_is_refused_before_an_address_is_read():
+    target = tiny_target().pack()
+    ids, positions = torch.tensor([[1, 2]]), torch.tensor([[0, 1]])
+    assert target.pack() is target  # once is enough
+    with pytest.raises(AssertionError, match="packed"):
+        target.to(torch.bfloat16)
+    other = tiny_target(num_layers=7).new_cache(1, 8)
+    half = tiny_target().to(torch.bfloat16).new_cache(1, 8)
+    for cache in (other, half):
+        with pytest.raises(ValueError, match="a cache of"):
+            target(ids, positions, None, cache, [0])
+    with pytest.raises(ValueError, match="2 slots for 1 rows"):
+        target(ids, positions, None, target.new_cache(2, 8), [0, 1])
+    for mask in (torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 2, 2), torch.ones(2, 2, 2, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="a mask"):
+            target(ids, positions, mask)
+
+
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+    """`library` as in a new process, with an empty cache."""
+    monkeypatch.setattr(backend, "library", backend.library.__wrapped__)
+    monkeypatch.setattr(backend, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.delenv("AQUILINE_KERNEL", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return monkeypatch
+
+
+def script(path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+FAILS = 'test "$1" = --version && exit 0;'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no-such-compiler"),
+        (f"{FAILS} echo no such flag >&2; exit 1", "no such flag"),
+        (f"{FAILS} printf '\\377' >&2; exit 1", "cannot be used"),
+        ("for a; do case $a in *.so) echo junk > $a;; esac; done", "cannot be used"),
+    ],
+)
+def test_where_it_cannot_be_built_pytorch_decodes_and_it_is_said(unbuilt, tmp_path, text, said):
+    unbuilt.setenv("CXX", "no-such-compiler --flag" if text is None else script(tmp_path / "cxx", text))
+    with pytest.warns(AquilineWarning) as warned:
+        assert tiny_target().pack()._decoder is None
+    assert any(said in str(w.message) and "AQUILINE_KERNEL=off" in str(w.message) for w in warned)
+    assert not list(tmp_path.glob("aquiline/*"))  # nothing half-built stays
+
+
+def test_switched_off_or_on_another_cpu_there_is_no_kernel_and_no_word(unbuilt, recwarn):
+    unbuilt.setenv("AQUILINE_KERNEL", "off")
+    assert backend.library() is None
+    unbuilt.delenv("AQUILINE_KERNEL")
+    unbuilt.setattr(backend, "cpu_flags", frozenset)
+    assert backend.library() is None
+    assert backend.describe(torch.float32, torch.device("cpu")) == "PyTorch"
+    assert not recwarn
+
+
+@needs_kernel
+def test_the_kernel_is_compiled_once_and_again_when_its_source_changes_or_the_file_is_damaged(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "kernel.cpp"
-    source.write_text("int one;")
+    lines = [
+        "#include <cstdint>",
+        'extern "C" { int aq_forward() { return 0; } int aq_linear() { return 0; }',
+        f"void aq_sizes(int64_t* n) {{ {' '.join(f'n[{i}] = {size};' for i, size in enumerate(_sizes()))} }} }}",
+    ]
+    source.write_text("\n".join(lines))
     monkeypatch.setattr(backend, "_SOURCE", source)
     runs = []
-    run = subprocess.run
-    monkeypatch.setattr(backend.subprocess, "run", lambda c, **k: runs.append(c) or run(c, **k))
-    with pytest.warns(AquilineWarning, match="once"):
-        first = backend._built("g++")
-    compiled = len(runs)
-    assert backend._built("g++") == first
-    assert len(runs) == compiled + 1  # only the compiler's version was asked for
-    source.write_text("int two;")
-    with pytest.warns(AquilineWarning, match="once"):
-        assert backend._built("g++") != first
+    run = backend._run
+    monkeypatch.setattr(backend, "_run", lambda command: runs.append(command) or run(command))
+    for change, compiles in (("", 1), ("", 0), ("// other", 1), (None, 1)):
+        if change is None:
+            for path in (tmp_path / "aquiline").glob("*.so"):
+                path.write_bytes(b"damaged")
+        else:
+            source.write_text(source.read_text() + change)
+        runs.clear()
+        if compiles:
+            with pytest.warns(AquilineWarning, match="once"):
+                backend._load(["g++"])
+        else:
+            backend._load(["g++"])
+        assert len(runs) == (3 if compiles else 1)  # the compiler's version is always asked for
+    source.write_text(source.read_text().replace("n[2] = ", "n[2] = 1"))
+    with pytest.warns(AquilineWarning), pytest.raises(OSError, match="structures"):
+        backend._load(["g++"])
+
+
+def _sizes():
+    return [ctypes.sizeof(s) for s in (backend._Linear, backend._Layer, backend._Model, backend._Pass)]
+
+
+def test_code_is_loaded_only_from_a_folder_that_is_the_users_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert backend._cache_folder() == tmp_path / ".cache" / "aquiline"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert backend._cache_folder() == tmp_path / "x" / "aquiline"
+    (tmp_path / "x" / "aquiline").chmod(0o777)
+    assert backend._cache_folder() is None
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert backend._cache_folder() is None
+
+
+def test_of_several_openmp_runtimes_pytorchs_own_is_taken(monkeypatch, tmp_path):
+    home = backend.Path(torch.__file__).parent
+    maps = [
+        "7f00-7f01 r-xp 00000000 00:01 1   /a b/libgomp-aa.so.1",
+        f"7f02-7f03 r-xp 00000000 00:01 2   {home}/lib/libgomp-zz.so.1",
+        "7f04-7f05 rw-p 00000000 00:00 0",
+    ]
+    read = backend.Path.read_text
+    monkeypatch.setattr(
+        backend.Path,
+        "read_text",
+        lambda self, *a, **k: "\n".join(maps) if str(self) == "/proc/self/maps" else read(self, *a, **k),
+    )
+    assert backend._openmp() == home / "lib" / "libgomp-zz.so.1"
+    del maps[1]
+    assert backend._openmp() == backend.Path("/a b/libgomp-aa.so.1")

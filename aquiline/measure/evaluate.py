@@ -25,6 +25,7 @@ from aquiline.decode.engine import Request
 from aquiline.files.checkpoint import weights_hash
 from aquiline.measure.quiet import Quiet
 from aquiline.measure.tasks import Prompt
+from aquiline.model.backend import describe
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 
@@ -229,6 +230,7 @@ def make_record(
         "draft": model.draft_name,
         "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
         "dtype": model.dtype,
+        "decoding": describe(model.target.dtype, model.target.device),
         "tree": str(config.tree),
         "temperature": config.temperature,
         "seed": config.seed,

@@ -6,12 +6,12 @@ there: it reads packed weights once per pass and makes a token's numbers indepen
 Shapes: M tokens of a pass (B rows of N), D width, L layers, G kv heads, E head width, O own tokens the mask speaks of.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
-import re
-import shutil
+import shlex
 import subprocess
 import tempfile
 import warnings
@@ -27,7 +27,8 @@ from aquiline.config import AquilineWarning
 from aquiline.model.kv_cache import KVCache
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
-_FLAGS = ["-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi"]
+_FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"]
+_BUILD_SECONDS = 300
 _BLOCK, _STEP = 16, 32  # outputs of a packed block; inputs are padded to a multiple of the other
 
 
@@ -109,69 +110,110 @@ class _Pass(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel; None where it cannot be had (AQUILINE_KERNEL=off, no compiler, not Linux on x86)."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    """The compiled kernel, or None: it is switched off (AQUILINE_KERNEL=off), the CPU is none it is written for, or it
+    cannot be built, which a warning says.
+    """
     if os.environ.get("AQUILINE_KERNEL") == "off" or not {"avx2", "fma"} <= cpu_flags():
         return None
-    if compiler is None:
-        warnings.warn(
-            "no C++ compiler was found: decoding goes through PyTorch, about half as fast; install g++",
-            AquilineWarning,
-            stacklevel=2,
-        )
-        return None
     try:
-        lib = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
+        return _load(shlex.split(os.environ.get("CXX", "")) or ["g++"])
+    except Exception as error:  # whatever it is, there is another way
+        detail = str(getattr(error, "stderr", None) or error).strip() or type(error).__name__
         warnings.warn(
-            f"the CPU kernel cannot be built ({str(detail).strip()[:300]}): decoding goes through PyTorch, slower",
+            f"the CPU kernel cannot be used ({detail[:300]}): decoding goes through PyTorch, slower. It needs g++, or "
+            "the compiler that CXX names; AQUILINE_KERNEL=off leaves it out",
             AquilineWarning,
             stacklevel=2,
         )
         return None
-    lib.aq_linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
-    lib.aq_linear.argtypes += [ctypes.c_void_p, ctypes.c_int]
+
+
+def _load(compiler: list[str]) -> ctypes.CDLL:
+    openmp = _openmp()
+    version = _run([*compiler, "--version"])
+    parts = [_SOURCE.read_text("utf-8"), version, *_FLAGS, *sorted(cpu_flags()), str(openmp)]
+    name = f"kernel-{hashlib.sha256(chr(0).join(parts).encode(errors='replace')).hexdigest()[:24]}.so"
+    folder = _cache_folder()
+    if folder is None:  # nowhere to keep it
+        with tempfile.TemporaryDirectory() as build:
+            return _opened(_compile(compiler, openmp, Path(build)))
+    path = folder / name
+    if path.is_file():
+        with contextlib.suppress(OSError):  # damaged, or of a system that is no longer there
+            return _opened(path)
+    warnings.warn(f"compiling the CPU kernel into {folder}, once, some seconds", AquilineWarning, stacklevel=3)
+    with tempfile.TemporaryDirectory(dir=folder) as build:
+        compiled = _compile(compiler, openmp, Path(build))
+        lib = _opened(compiled)
+        compiled.replace(path)
     return lib
 
 
-def _built(compiler: str) -> Path:
-    """The shared library in the user's cache, compiled when it is not there yet."""
-    openmp = _openmp()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    parts = [_SOURCE.read_text("utf-8"), version, " ".join(_FLAGS), " ".join(sorted(cpu_flags())), str(openmp)]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aquiline"
-    path = folder / f"kernel-{key}.so"
-    if path.is_file():
-        return path
-    warnings.warn(f"compiling the CPU kernel into {folder}, once, some seconds", AquilineWarning, stacklevel=2)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as build:
-        unlinked, linked = Path(build) / "kernel.o", Path(build) / "kernel.so"
-        for command in (
-            [compiler, *_FLAGS, "-fopenmp", "-c", str(_SOURCE), "-o", str(unlinked)],
-            [compiler, "-shared", str(unlinked), "-o", str(linked), *([str(openmp)] if openmp else ["-fopenmp"])],
-        ):
-            subprocess.run(command, capture_output=True, text=True, check=True)
-        linked.replace(path)
-    return path
+def _cache_folder() -> Path | None:
+    """The user's cache, when it is theirs alone: code is loaded from it."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (base if base.is_absolute() else Path.home() / ".cache") / "aquiline"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):
+        return None
+    safe = found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK)
+    return folder if safe else None
+
+
+def _compile(compiler: list[str], openmp: Path | None, folder: Path) -> Path:
+    unlinked, linked = folder / "kernel.o", folder / "kernel.so"
+    _run([*compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(unlinked)])
+    runtime = ["-fopenmp"] if openmp is None else [str(openmp)]
+    _run([*compiler, "-shared", "-Wl,-z,defs", str(unlinked), "-o", str(linked), *runtime])
+    return linked
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, check=False, timeout=_BUILD_SECONDS)
+    if done.returncode:
+        raise OSError(f"{command[0]}: {done.stderr.decode(errors='replace').strip() or done.returncode}")
+    return done.stdout.decode(errors="replace")
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(path))
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    lib.aq_forward.argtypes = [pointer, pointer]
+    lib.aq_linear.argtypes = [pointer, pointer, ctypes.c_int64, number, number, pointer, number]
+    sizes = (ctypes.c_int64 * 4)()
+    lib.aq_sizes(sizes)
+    ours = [ctypes.sizeof(s) for s in (_Linear, _Layer, _Model, _Pass)]
+    if list(sizes) != ours:
+        raise OSError(f"its structures are {list(sizes)} bytes long, expected {ours}")
+    return lib
 
 
 def _openmp() -> Path | None:
-    """The OpenMP runtime that PyTorch has loaded: with a second one, two pools of threads would fight for the cores."""
+    """The OpenMP runtime that PyTorch brings: with a second one, two pools of threads would fight for the cores."""
     try:
-        maps = Path("/proc/self/maps").read_text("utf-8")
+        lines = Path("/proc/self/maps").read_text("utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None
-    found = sorted(set(re.findall(r"/\S*/libgomp[^/\s]*\.so[^/\s]*$", maps, re.M)))
-    return Path(found[0]) if found else None
+    files = {fields[5].rstrip() for fields in (line.split(maxsplit=5) for line in lines) if len(fields) == 6}
+    found = sorted(Path(f) for f in files if "libgomp" in os.path.basename(f))
+    home = Path(torch.__file__).parent.parent  # wheels keep it in torch/lib or in torch.libs beside it
+    return next((f for f in found if f.is_relative_to(home)), found[0] if found else None)
 
 
 @functools.cache
-def _amx() -> bool:
+def _tiles() -> bool:
     lib = library()
-    return lib is not None and fast_bf16("cpu") and bool(lib.aq_amx())
+    return lib is not None and fast_bf16("cpu") and bool(lib.aq_request_tiles())
+
+
+def describe(dtype: torch.dtype, device: torch.device) -> str:
+    """How decoding runs here, for a record."""
+    if not usable(dtype, device):
+        return "PyTorch"
+    width = "AVX-512" if "avx512f" in cpu_flags() else "AVX2"
+    return f"kernel, {width}{' and matrix tiles' if dtype == torch.bfloat16 and _tiles() else ''}"
 
 
 def usable(dtype: torch.dtype, device: torch.device) -> bool:
@@ -217,7 +259,8 @@ class Weights:
         """Gate and up: a block of one, then a block of the other."""
         pairs = torch.stack((_blocks(gate), _blocks(up)), dim=1).flatten(0, 1)
         bias = None
-        if biases[0] is not None and biases[1] is not None:
+        assert (biases[0] is None) == (biases[1] is None)
+        if biases[0] is not None:
             bias = torch.stack([_blocks(b[:, None])[..., 0] for b in biases if b is not None], dim=1).flatten()
         return Weights(_packed(pairs), bias, gate.shape[1], _BLOCK * len(pairs))
 
@@ -228,9 +271,12 @@ class Weights:
         flat = x.detach().to(self.dtype).reshape(-1, x.shape[-1]).contiguous()
         out = torch.empty(len(flat), self.struct.out)
         bf16 = self.dtype == torch.bfloat16
-        lib.aq_linear(
-            ctypes.byref(self.struct), flat.data_ptr(), len(flat), bf16, _amx(), out.data_ptr(), torch.get_num_threads()
-        )
+        _check_memory(
+            lib.aq_linear(
+                ctypes.byref(self.struct), flat.data_ptr(), len(flat), bf16, _tiles(), out.data_ptr(),
+                torch.get_num_threads(),
+            )
+        )  # fmt: skip
         return out.view(*x.shape[:-1], self.struct.out)
 
 
@@ -286,7 +332,7 @@ class Decoder:
         self._shape = (len(layers), kv_heads, head_dim, len(final_norm))
         self._model = _Model(
             self._layers, self._vector(final_norm), len(layers), len(final_norm), inner, heads, kv_heads, head_dim,
-            self.dtype == torch.bfloat16, _amx(), normed_residual, eps,
+            self.dtype == torch.bfloat16, _tiles(), normed_residual, eps,
         )  # fmt: skip
 
     def _vector(self, weight: Tensor | None) -> int | None:
@@ -324,25 +370,34 @@ class Decoder:
         floats = [None if x is None else x.detach().float().contiguous() for x in (residual_BND, embeds_BND)]
         cos, sin = (x.float().expand(B, N, 1, E).contiguous() for x in (cos_BN1E, sin_BN1E))
         mask = None if mask_BNO is None else mask_BNO.contiguous()
-        assert mask is None or mask.shape[1:] == (N, own)
+        if mask is not None:
+            _fits(
+                mask.dtype == torch.bool and len(mask) in (1, B) and mask.shape[1:] == (N, own),
+                f"a mask {tuple(mask.shape)} of {mask.dtype} for {B} rows of {N} tokens that may see {own}",
+            )
         aux = torch.empty(B, N, len(capture_after) * D, dtype=self.dtype)
         feature, last = torch.empty(B, N, D, dtype=self.dtype), torch.empty(B, N, D, dtype=self.dtype)
         captured = torch.tensor(list(capture_after), dtype=torch.int32)
         lengths = [0] * B if cache is None or slots is None else [cache.lengths[s] for s in slots]
         past_lengths = torch.tensor(lengths, dtype=torch.int32)
-        past_keys, past_values, offsets, strides = None, None, [0] * B, (0, 0)
+        past_keys: Tensor | None = None
+        past_values: Tensor | None = None
+        offsets, strides = [0] * B, (0, 0)
         if cache is not None and slots is not None:
-            stride = cache.keys_LRGSE.stride()
-            assert stride[3:] == (E, 1)
-            past_keys, past_values = cache.keys_LRGSE.data_ptr(), cache.values_LRGSE.data_ptr()
+            past_keys, past_values = cache.keys_LRGSE, cache.values_LRGSE  # held: a cache that grows makes new ones
+            shape, stride = past_keys.shape, past_keys.stride()
+            _fits(len(slots) == B, f"{len(slots)} slots for {B} rows")
+            _fits(past_keys.dtype == self.dtype and past_keys.device.type == "cpu", f"a cache of {past_keys.dtype}")
+            _fits((shape[0], shape[2], shape[4]) == (L, G, E) and stride[3:] == (E, 1), f"a cache of {tuple(shape)}")
             offsets, strides = [slot * stride[1] for slot in slots], (stride[0], stride[2])
         past_offsets = torch.tensor(offsets, dtype=torch.int64)
-        lib.aq_forward(
+        done = lib.aq_forward(
             ctypes.byref(self._model),
             ctypes.byref(
                 _Pass(
-                    _pointer(floats[0]), _pointer(floats[1]), _pointer(cos), _pointer(sin), past_keys, past_values,
-                    _pointer(past_offsets), _pointer(past_lengths), *strides,
+                    _pointer(floats[0]), _pointer(floats[1]), _pointer(cos), _pointer(sin),
+                    _pointer(past_keys), _pointer(past_values), _pointer(past_offsets), _pointer(past_lengths),
+                    *strides,
                     _pointer(mask), 0 if mask is None or len(mask) == 1 else N * own,
                     _pointer(keys), _pointer(values), B, N, own,
                     _pointer(captured), len(captured), torch.get_num_threads(),
@@ -350,7 +405,19 @@ class Decoder:
                 )
             ),
         )  # fmt: skip
+        _check_memory(done)
         return DecoderOutput(feature, last, aux, keys[..., earlier:, :], values[..., earlier:, :])
+
+
+def _fits(condition: bool, what: str) -> None:
+    """Checked always: past it only addresses are left."""
+    if not condition:
+        raise ValueError(f"the kernel was given {what}")
+
+
+def _check_memory(returned: int) -> None:
+    if returned:
+        raise MemoryError("the CPU kernel found no memory for its pass")
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

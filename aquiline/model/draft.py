@@ -88,6 +88,7 @@ class Draft(nn.Module):
         self._decoder: Decoder | None = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Draft":
+        assert self._decoder is None, "a packed draft stays where it is, and in its dtype"
         super()._apply(fn, recurse)
         self.vocab = self.vocab.to(self.norm.weight.device)  # no buffer: files hold it as offsets
         return self
@@ -164,7 +165,7 @@ class Draft(nn.Module):
         """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the
         state dict is gone. Elsewhere nothing changes.
         """
-        if not usable(self.dtype, self.norm.weight.device):
+        if self._decoder is not None or not usable(self.dtype, self.norm.weight.device):
             return self
         c, x = self.config, self.midlayer
         self._head = Weights.stacked([self.lm_head.weight])

@@ -1,12 +1,13 @@
 // One pass of a Llama-like decoder on the CPU: all layers in one parallel region, weights packed once and read once.
 //
 // A token's numbers do not depend on what else is in the pass: every sum runs in one fixed order (over the input width
-// in a projection, over positions in attention), and nothing is shared between tokens but the weights. So a token
-// verified in a tree has bit for bit the logits it has in plain decoding, in bf16 as in float32.
+// in a projection, over positions in attention; what a token does not see adds exact zeros), and tokens share nothing
+// but the weights. So a token verified in a tree has bit for bit the logits it has in plain decoding, in bf16 as in
+// float32. Compile with -ffp-contract=off: what is fused is written as fma, everywhere alike.
 //
-// float32 inside; with bf16 weights, what enters a projection and what is cached is rounded to bf16.
+// float32 inside; with bf16 weights, what enters a projection, queries, keys and values are rounded to bf16.
 //
-// Letters: M tokens of the pass, B rows, N = M / B, H heads, G kv heads, E head width, S cached slots of a row.
+// Letters: M tokens of the pass, B rows, N = M / B, H heads, G kv heads, E head width, D width.
 // Packed weights: blocks of 16 outputs; within a block [in / 2][16][2] (bf16: what AMX and AVX512-BF16 read), or
 // [in][16] (float32). `in` is padded to a multiple of 32, `out` to one of 16.
 
@@ -20,51 +21,112 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <vector>
 
 namespace {
 
-constexpr int kBlock = 16;  // outputs of a block, rows of a tile
-
-typedef float V __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t U __attribute__((vector_size(64), aligned(4)));
-typedef int32_t I __attribute__((vector_size(64), aligned(4)));
+constexpr int kBlock = 16;  // outputs of a block, rows of a tile, floats of a V
 typedef uint16_t bf16;
 
-inline V splat(float x) { return V{} + x; }
-inline V load(const float* p) { return *reinterpret_cast<const V*>(p); }
-inline void store(float* p, V v) { *reinterpret_cast<V*>(p) = v; }
+inline int64_t up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
 
-inline V fma(V a, V b, V c) {  // one rounding everywhere, so that no two loops differ
+// ------------------------------------------------------------ 16 floats: one AVX-512 register, or two of AVX2
+
 #if defined(__AVX512F__)
-  return reinterpret_cast<V>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b),
-                                             reinterpret_cast<__m512>(c)));
-#elif defined(__FMA__)
-  V r;
-  for (int i = 0; i < 16; i += 8) {
-    auto half = [i](V& v) { return reinterpret_cast<float*>(&v) + i; };
-    _mm256_storeu_ps(half(r), _mm256_fmadd_ps(_mm256_loadu_ps(half(a)), _mm256_loadu_ps(half(b)), _mm256_loadu_ps(half(c))));
-  }
-  return r;
+typedef __m512 Part;
+typedef __m512i IntPart;
+constexpr int kParts = 1, kRows = 8, kColumns = 4;  // rows that share a weight in fma_gemm; Vs that share one in mix
+#define AQ(name) _mm512_##name
+inline IntPart widen_part(const bf16* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+inline IntPart int_part(const bf16* p) { return _mm512_loadu_si512(p); }
+inline Part keep_above(Part x, Part limit, Part value) {  // value where x >= limit, else 0
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), value);
+}
+inline Part as_float(IntPart x) { return _mm512_castsi512_ps(x); }
+inline IntPart as_int(Part x) { return _mm512_castps_si512(x); }
+inline IntPart high_half(IntPart x) { return _mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000u))); }
 #else
-  V r;
-  for (int i = 0; i < 16; i++) r[i] = std::fma(a[i], b[i], c[i]);
-  return r;
+typedef __m256 Part;
+typedef __m256i IntPart;
+constexpr int kParts = 2, kRows = 4, kColumns = 1;
+#define AQ(name) _mm256_##name
+inline IntPart widen_part(const bf16* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline IntPart int_part(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Part keep_above(Part x, Part limit, Part value) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_GE_OQ), value);
+}
+inline Part as_float(IntPart x) { return _mm256_castsi256_ps(x); }
+inline IntPart as_int(Part x) { return _mm256_castps_si256(x); }
+inline IntPart high_half(IntPart x) { return _mm256_and_si256(x, _mm256_set1_epi32(int(0xffff0000u))); }
 #endif
-}
+constexpr int kPart = kBlock / kParts;
 
+struct V {
+  Part p[kParts];
+};
+
+template <typename F>
+inline V each(F f) {
+  V r;
+  for (int i = 0; i < kParts; i++) r.p[i] = f(i);
+  return r;
+}
+inline V splat(float x) {
+  return each([&](int) { return AQ(set1_ps)(x); });
+}
+inline V load(const float* p) {
+  return each([&](int i) { return AQ(loadu_ps)(p + i * kPart); });
+}
+inline V load(const bf16* p) {
+  return each([&](int i) { return as_float(AQ(slli_epi32)(widen_part(p + i * kPart), 16)); });
+}
+inline void store(float* p, V v) {
+  for (int i = 0; i < kParts; i++) AQ(storeu_ps)(p + i * kPart, v.p[i]);
+}
+inline V operator+(V a, V b) {
+  return each([&](int i) { return AQ(add_ps)(a.p[i], b.p[i]); });
+}
+inline V operator-(V a, V b) {
+  return each([&](int i) { return AQ(sub_ps)(a.p[i], b.p[i]); });
+}
+inline V operator*(V a, V b) {
+  return each([&](int i) { return AQ(mul_ps)(a.p[i], b.p[i]); });
+}
+inline V operator/(V a, V b) {
+  return each([&](int i) { return AQ(div_ps)(a.p[i], b.p[i]); });
+}
+inline V fma(V a, V b, V c) {
+  return each([&](int i) { return AQ(fmadd_ps)(a.p[i], b.p[i], c.p[i]); });
+}
+inline V most(V a, V b) {
+  return each([&](int i) { return AQ(max_ps)(a.p[i], b.p[i]); });
+}
+inline V least(V a, V b) {
+  return each([&](int i) { return AQ(min_ps)(a.p[i], b.p[i]); });
+}
 inline float sum(V v) {
-  float s = 0;
-  for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; i++) v[i] += v[i + width];
-  s = v[0];
-  return s;
+  alignas(64) float x[kBlock];
+  store(x, v);
+  for (int width = kBlock / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) x[i] += x[i + width];
+  return x[0];
 }
 
-inline float largest(V v) {
-  float m = v[0];
-  for (int i = 1; i < 16; i++) m = std::max(m, v[i]);
-  return m;
+// e^x: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], within 2 units in the last place; 0 below -87, e^88 above 88.
+inline V exp(V given) {
+  V x = least(most(given, splat(-87.0f)), splat(88.0f));
+  V n = x * splat(1.44269504f) + splat(12582912.0f) - splat(12582912.0f);  // to the nearest whole number
+  V r = fma(n, splat(-0.693145752f), x);
+  r = fma(n, splat(-1.42860677e-6f), r);
+  V p = splat(1.98756915e-4f);
+  for (float c : {1.39819995e-3f, 8.33345196e-3f, 4.16657962e-2f, 1.66666657e-1f, 0.5f}) p = fma(p, r, splat(c));
+  p = fma(p, r * r, r + splat(1.0f));
+  return each([&](int i) {
+    IntPart exponent = AQ(slli_epi32)(AQ(cvtps_epi32)(n.p[i]), 23);
+    Part value = as_float(AQ(add_epi32)(as_int(p.p[i]), exponent));
+    return keep_above(given.p[i], AQ(set1_ps)(-87.0f), value);
+  });
 }
 
 inline float widen(bf16 x) {
@@ -79,33 +141,13 @@ inline bf16 narrow(float f) {  // to nearest, ties to even; a NaN stays one
   if ((bits & 0x7fffffff) > 0x7f800000) return bf16(bits >> 16 | 0x40);
   return bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline float get(const float* p, int64_t i) { return p[i]; }
-inline float get(const bf16* p, int64_t i) { return widen(p[i]); }
-inline void put(float* p, int64_t i, float x) { p[i] = x; }
-inline void put(bf16* p, int64_t i, float x) { p[i] = narrow(x); }
-inline V load16(const float* p) { return load(p); }
-inline V load16(const bf16* p) {
-  typedef uint16_t H __attribute__((vector_size(32), aligned(2)));
-  return reinterpret_cast<V>(__builtin_convertvector(*reinterpret_cast<const H*>(p), U) << 16);
-}
-
-// e^x for x <= 0 or so: 2^n times a polynomial on [-ln2/2, ln2/2], within 2 units in the last place.
-inline V exp(V x) {
-  x = x < -87.0f ? splat(-87.0f) : x;
-  x = x > 88.0f ? splat(88.0f) : x;
-  V n = x * 1.44269504f;
-  n = (n + 12582912.0f) - 12582912.0f;  // to the nearest whole number
-  V r = fma(n, splat(-0.693145752f), x);
-  r = fma(n, splat(-1.42860677e-6f), r);
-  V p = splat(1.98756915e-4f);
-  p = fma(p, r, splat(1.39819995e-3f));
-  p = fma(p, r, splat(8.33345196e-3f));
-  p = fma(p, r, splat(4.16657962e-2f));
-  p = fma(p, r, splat(1.66666657e-1f));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r * r, r + 1.0f);
-  I bits = reinterpret_cast<I>(p) + (__builtin_convertvector(n, I) << 23);
-  return reinterpret_cast<V>(bits);
+inline float get(float x) { return x; }
+inline float get(bf16 x) { return widen(x); }
+inline void put(float& to, float x) { to = x; }
+inline void put(bf16& to, float x) { to = narrow(x); }
+template <typename T>
+inline void put_many(T* to, const float* x, int64_t count) {
+  for (int64_t i = 0; i < count; i++) put(to[i], x[i]);
 }
 
 }  // namespace
@@ -113,70 +155,79 @@ inline V exp(V x) {
 extern "C" {
 
 struct Linear {
-  const void* weight;  // packed; null: absent
-  const float* bias;
+  const void* weight;  // packed
+  const float* bias;   // or null
   int32_t in, out;
 };
 
 struct Layer {
-  const float *input_norm, *feature_norm, *q_norm, *k_norm, *post_norm;  // feature_norm: a draft layer
+  const float *input_norm, *feature_norm, *q_norm, *k_norm, *post_norm;  // feature_norm: a draft layer; or null
   Linear qkv, o, gate_up, down;
 };
 
 struct Model {
   const Layer* layers;
   const float* final_norm;
-  int32_t num_layers, width, inner, heads, kv_heads, head_dim, bf16_weights, amx, normed_residual;
+  int32_t num_layers, width, inner, heads, kv_heads, head_dim, bf16_weights, tiles, normed_residual;
   float eps;
 };
 
 struct Pass {
-  const float *residual, *embeds;  // [M, D]; embeds only for a draft layer
-  const float *cos, *sin;          // [M, E]
-  const void *past_keys, *past_values;      // base of [L, slots, G, room, E]
-  const int64_t *past_offsets;               // per row: its slot's first element within a layer
-  const int32_t *past_lengths;               // per row
+  const float *residual, *embeds;               // [M, D]; embeds only for a draft layer
+  const float *cos, *sin;                       // [M, E]
+  const void *past_keys, *past_values;          // base of [L, slots, G, room, E]
+  const int64_t* past_offsets;                  // per row: its slot's first element within a layer
+  const int32_t* past_lengths;                  // per row
   int64_t past_layer_stride, past_head_stride;  // elements
-  const uint8_t* mask;             // [B or 1, N, own] bytes, null: causal
+  const uint8_t* mask;                          // [B or 1, N, own] bytes, null: causal
   int64_t mask_row_stride;
-  void *own_keys, *own_values;     // [L, B, G, own, E]; the pass writes the last N of `own`
-  int32_t rows, tokens, own;       // B, N, tokens the mask speaks of
-  const int32_t* capture;          // layers whose output goes to aux
+  void *own_keys, *own_values;                  // [L, B, G, own, E]; the pass writes the last N of `own`
+  int32_t rows, tokens, own;                    // B, N, tokens the mask speaks of
+  const int32_t* capture;                       // layers whose output goes to aux
   int32_t num_captured, threads;
-  void *aux, *feature, *last;      // [M, captured * D], [M, D] (layer output; may be null), [M, D]
+  void *aux, *feature, *last;                   // [M, captured * D], [M, D] (the last layer's output), [M, D]
 };
 
 }  // extern "C"
 
 namespace {
 
-inline int64_t up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
+// ------------------------------------------------------------ projections
+
+bool tiles_granted = false;
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
-constexpr bool kHasAmx = true;
+constexpr bool kHasTiles = true;
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 };
+// GCC's tile intrinsics do not tell the compiler which memory they read: what they are to see is stored first.
+inline void stored() { asm volatile("" ::: "memory"); }
 void open_tiles() {
   TileConfig c;
-  for (int t = 0; t < 8; t++) c.bytes[t] = 64, c.rows[t] = 16;
+  for (int t = 0; t < 8; t++) {
+    c.bytes[t] = 64;
+    c.rows[t] = kBlock;
+  }
+  asm volatile("" ::"r"(&c) : "memory");
   _tile_loadconfig(&c);
 }
 void close_tiles() { _tile_release(); }
 
-// [16 or 32 rows] x [32 outputs]: tiles 0-3 sums, 4-5 inputs, 6-7 weights. Out: float32 [row block][out block][16][16].
+// 16 or 32 rows x 32 outputs: tiles 0-3 sums, 4-5 inputs, 6-7 weights. Out: float32 [row block][out block][16][16].
 template <bool kTwo>
-inline void tile_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1, int in, float* out) {
+inline void tile_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1, int64_t in, float* out) {
+  stored();
   _tile_zero(0);
   _tile_zero(1);
   if (kTwo) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int k = 0; k < in; k += 32) {
-    const bf16 *a = w0 + k * 16, *b = w1 + k * 16;
+  for (int64_t k = 0; k < in; k += 32) {
+    const bf16 *a = w0 + k * kBlock, *b = w1 + k * kBlock;
     for (int line = 0; line < 16; line++) {
       _mm_prefetch(reinterpret_cast<const char*>(a) + 8192 + line * 64, _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(b) + 8192 + line * 64, _MM_HINT_T0);
@@ -187,7 +238,7 @@ inline void tile_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (kTwo) {
-      _tile_loadd(5, x + 16 * ldx + k, ldx * 2);
+      _tile_loadd(5, x + kBlock * ldx + k, ldx * 2);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -198,61 +249,74 @@ inline void tile_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1
     _tile_stored(2, out + 512, 64);
     _tile_stored(3, out + 768, 64);
   }
+  stored();
 }
 
-// scores [keys][16 queries] = keys [16, E] x queries, the queries packed as [E / 2][16][2].
-inline void tile_scores(const bf16* keys, int64_t ld, const bf16* q, int E, float* out) {
+// scores [16 keys][16 queries] = keys [16, E] x queries, packed as [E / 2][16][2].
+inline void tile_scores(const bf16* keys, const bf16* q, int64_t E, float* out) {
+  stored();
   _tile_zero(0);
-  for (int e = 0; e < E; e += 32) {
-    _tile_loadd(4, keys + e, ld * 2);
-    _tile_loadd(6, q + e * 16, 64);
+  for (int64_t e = 0; e < E; e += 32) {
+    _tile_loadd(4, keys + e, E * 2);
+    _tile_loadd(6, q + e * kBlock, 64);
     _tile_dpbf16ps(0, 4, 6);
   }
   _tile_stored(0, out, 64);
+  stored();
 }
 #else
-constexpr bool kHasAmx = false;
+constexpr bool kHasTiles = false;
 void open_tiles() {}
 void close_tiles() {}
 template <bool kTwo>
-inline void tile_gemm(const bf16*, int64_t, const bf16*, const bf16*, int, float*) {}
-inline void tile_scores(const bf16*, int64_t, const bf16*, int, float*) {}
+inline void tile_gemm(const bf16*, int64_t, const bf16*, const bf16*, int64_t, float*) {}
+inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 #endif
 
 // R rows x 16 outputs by fused multiply-add, the sum over `in` in order.
 template <int R>
-inline void fma_gemm(const float* x, int64_t ldx, const float* w, int in, float* out) {
-  V acc[R] = {};
-  for (int k = 0; k < in; k++) {
-    V weight = load(w + int64_t(k) * 16);
+inline void fma_gemm(const float* x, int64_t ldx, const float* w, int64_t in, float* out) {
+  V acc[R];
+  for (V& a : acc) a = splat(0);
+  for (int64_t k = 0; k < in; k++) {
+    V weight = load(w + k * kBlock);
     for (int r = 0; r < R; r++) acc[r] = fma(splat(x[r * ldx + k]), weight, acc[r]);
   }
-  for (int r = 0; r < R; r++) store(out + r * 16, acc[r]);
+  for (int r = 0; r < R; r++) store(out + r * kBlock, acc[r]);
 }
 template <int R>
-inline void fma_gemm(const float* x, int64_t ldx, const bf16* w, int in, float* out) {
-  V acc[R] = {};
-  for (int k = 0; k < in; k += 2) {
-    U pair = *reinterpret_cast<const U*>(w + int64_t(k) * 16);
-    V even = reinterpret_cast<V>(pair << 16), odd = reinterpret_cast<V>(pair & 0xffff0000u);
+inline void fma_gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
+  V acc[R];
+  for (V& a : acc) a = splat(0);
+  for (int64_t k = 0; k < in; k += 2) {
+    const bf16* pairs = w + k * kBlock;  // the even inputs' weights are the lower halves
+    V even = each([&](int i) { return as_float(AQ(slli_epi32)(int_part(pairs + i * 2 * kPart), 16)); });
+    V odd = each([&](int i) { return as_float(high_half(int_part(pairs + i * 2 * kPart))); });
     for (int r = 0; r < R; r++) {
       acc[r] = fma(splat(x[r * ldx + k]), even, acc[r]);
       acc[r] = fma(splat(x[r * ldx + k + 1]), odd, acc[r]);
     }
   }
-  for (int r = 0; r < R; r++) store(out + r * 16, acc[r]);
+  for (int r = 0; r < R; r++) store(out + r * kBlock, acc[r]);
+}
+template <typename T>
+void multiply_add(const float* x, int64_t ldx, int64_t rows, const T* weight, int64_t in, float* out) {
+  if (rows == 1) return fma_gemm<1>(x, ldx, weight, in, out);
+  if (rows == 2) return fma_gemm<2>(x, ldx, weight, in, out);
+  if (rows <= 4) return fma_gemm<4>(x, ldx, weight, in, out);
+  fma_gemm<kRows>(x, ldx, weight, in, out);
 }
 
-// What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them. bf16 for AMX,
-// else float32 (rounded to bf16 when the weights are, so that both ways compute the same products).
+// What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, which take part
+// where that saves a case. bf16 for tiles, else float32 (rounded to bf16 when the weights are, so that both ways
+// compute the same products).
 struct Inputs {
   std::vector<char> bytes;
-  int64_t ld = 0;
-  bool tiles = false, rounded = false;
-  void shape(int64_t rows, int64_t width, bool tiles_, bool rounded_) {
-    tiles = tiles_, rounded = rounded_, ld = up(width, 32);
-    bytes.assign(size_t(up(rows, 32) * ld) * (tiles ? 2 : 4), 0);
-  }
+  int64_t ld;
+  bool tiles, rounded;
+  Inputs(int64_t rows, int64_t width, bool tiles_, bool rounded_)
+      : bytes(size_t(up(rows, 32) * up(width, 32)) * (tiles_ ? 2 : 4)), ld(up(width, 32)), tiles(tiles_),
+        rounded(rounded_) {}
   bf16* half(int64_t row) { return reinterpret_cast<bf16*>(bytes.data()) + row * ld; }
   float* full(int64_t row) { return reinterpret_cast<float*>(bytes.data()) + row * ld; }
   void set(int64_t row, int64_t at, const float* x, int64_t count) {
@@ -261,36 +325,26 @@ struct Inputs {
     else if (rounded)
       for (int64_t i = 0; i < count; i++) full(row)[at + i] = widen(narrow(x[i]));
     else
-      for (int64_t i = 0; i < count; i++) full(row)[at + i] = x[i];
+      std::copy(x, x + count, full(row) + at);
+  }
+  void clear(int64_t row, int64_t at, int64_t end) {
+    if (tiles) std::fill(half(row) + at, half(row) + end, 0);
+    else std::fill(full(row) + at, full(row) + end, 0.0f);
   }
 };
-
-#if defined(__AVX512F__)
-constexpr int kRows = 8;  // rows that share a weight: as many sums as hide the latency of a multiply-add
-#else
-constexpr int kRows = 4;
-#endif
-
-template <typename T>
-void multiply_add(Inputs& x, int64_t m, int64_t rows, const T* weight, int in, float* out) {
-  if (rows == 1) return fma_gemm<1>(x.full(m), x.ld, weight, in, out);
-  if (rows == 2) return fma_gemm<2>(x.full(m), x.ld, weight, in, out);
-  if (rows <= 4) return fma_gemm<4>(x.full(m), x.ld, weight, in, out);
-  fma_gemm<kRows>(x.full(m), x.ld, weight, in, out);
-}
 
 // Blocks 2 * pair and 2 * pair + 1 of a projection, for all rows: use(row, 16 outputs, the next 16 or null).
 template <typename Use>
 void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_t pair, Use use) {
   int64_t in = up(w.in, 32), step = in * kBlock, at = 2 * pair * step;
   bool second = 2 * pair + 1 < up(w.out, kBlock) / kBlock;
-  alignas(64) float out[4 * 256];  // the padding rows of `x` take part where that saves a case
+  alignas(64) float out[4 * 256];
   if (x.tiles) {
     const bf16* a = static_cast<const bf16*>(w.weight) + at;
     const bf16* b = second ? a + step : a;
     for (int64_t m = 0; m < M; m += 32) {
-      if (M - m > 16) tile_gemm<true>(x.half(m), x.ld, a, b, int(in), out);
-      else tile_gemm<false>(x.half(m), x.ld, a, b, int(in), out);
+      if (M - m > 16) tile_gemm<true>(x.half(m), x.ld, a, b, in, out);
+      else tile_gemm<false>(x.half(m), x.ld, a, b, in, out);
       for (int64_t r = 0; r < std::min<int64_t>(32, M - m); r++) {
         const float* row = out + (r / 16) * 512 + (r % 16) * 16;
         use(m + r, row, second ? row + 256 : nullptr);
@@ -302,10 +356,12 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
   for (int64_t m = 0; m < M; m += kRows) {
     int64_t rows = std::min<int64_t>(kRows, M - m);
     for (int half = 0; half < 1 + second; half++) {
+      const void* weight = w.weight;
+      float* o = out + half * kHalf;
       if (bf16_weights)
-        multiply_add(x, m, rows, static_cast<const bf16*>(w.weight) + at + half * step, int(in), out + half * kHalf);
+        multiply_add(x.full(m), x.ld, rows, static_cast<const bf16*>(weight) + at + half * step, in, o);
       else
-        multiply_add(x, m, rows, static_cast<const float*>(w.weight) + at + half * step, int(in), out + half * kHalf);
+        multiply_add(x.full(m), x.ld, rows, static_cast<const float*>(weight) + at + half * step, in, o);
     }
     for (int64_t r = 0; r < rows; r++) use(m + r, out + r * kBlock, second ? out + kHalf + r * kBlock : nullptr);
   }
@@ -320,56 +376,46 @@ void project(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Done done
       for (int half = 0; half < (b ? 2 : 1); half++) {
         int64_t column = (2 * pair + half) * kBlock, count = std::min<int64_t>(kBlock, w.out - column);
         alignas(64) float value[kBlock];
-        for (int j = 0; j < kBlock; j++) value[j] = (half ? b : a)[j];
+        store(value, load(half ? b : a));
         if (w.bias)
-          for (int j = 0; j < count; j++) value[j] += w.bias[column + j];
+          for (int64_t j = 0; j < count; j++) value[j] += w.bias[column + j];
         done(row, column, value, count);
       }
     });
 }
 
-float inverse_rms(const float* x, int64_t width, float eps) {
-  V acc = {};
+void rms_norm(const float* x, const float* weight, int64_t width, float eps, float* out) {
+  V acc = splat(0);
   int64_t i = 0;
-  for (; i + 16 <= width; i += 16) acc = fma(load(x + i), load(x + i), acc);
+  for (; i + kBlock <= width; i += kBlock) acc = fma(load(x + i), load(x + i), acc);
   if (i < width) {
-    alignas(64) float tail[16] = {};
+    alignas(64) float tail[kBlock] = {};
     std::copy(x + i, x + width, tail);
     acc = fma(load(tail), load(tail), acc);
   }
-  return 1.0f / std::sqrt(sum(acc) / float(width) + eps);
+  float scale = 1.0f / std::sqrt(sum(acc) / float(width) + eps);
+  for (i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
 }
 
-void rms_norm(const float* x, const float* weight, int64_t width, float eps, float* out) {
-  float scale = inverse_rms(x, width, eps);
-  for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
-}
+// ------------------------------------------------------------ the pass
 
-template <typename T>
-void put_many(T* to, const float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i++) put(to, i, x[i]);
-}
+// What one thread needs; made before the parallel region, where nothing may throw.
+struct Scratch {
+  std::vector<float> row, q, scores, out;
+  std::vector<bf16> packed, tail;
+  Scratch(int64_t width, int64_t E, int64_t keys)
+      : row(size_t(width)), q(size_t(kBlock * E)), scores(size_t((keys + 2 * kBlock) * kBlock)), out(size_t(4 * E)),
+        packed(size_t(kBlock * E)), tail(size_t(kBlock * E)) {}
+};
 
-// Weighted values of Q queries, E columns from `e` on, summed over positions in order: the past, then the visible own.
+// Sums over positions, in order, of weight times value, for Q queries and C * 16 columns from `e` on.
 template <typename T, int Q, int C>
-void mix(const T* past_v, int64_t past, const T* own_v, const std::vector<int32_t>* visible, const float* const* weight,
-         int64_t E, int64_t e, float* const* out) {
-  V acc[Q][C] = {};
-  for (int64_t s = 0; s < past; s++) {
-    V value[C];
-    for (int c = 0; c < C; c++) value[c] = load16(past_v + s * E + e + 16 * c);
-    for (int i = 0; i < Q; i++) {
-      V w = splat(weight[i][s]);
-      for (int c = 0; c < C; c++) acc[i][c] = fma(w, value[c], acc[i][c]);
-    }
-  }
-  for (int i = 0; i < Q; i++) {
-    const float* w = weight[i] + past;
-    for (int32_t o : visible[i]) {
-      V one = splat(*w++);
-      for (int c = 0; c < C; c++) acc[i][c] = fma(one, load16(own_v + o * E + e + 16 * c), acc[i][c]);
-    }
-    for (int c = 0; c < C; c++) store(out[i] + e + 16 * c, acc[i][c]);
+inline void mix(const T* value, int64_t count, const float* weight, int64_t E, int64_t e, V (&acc)[Q][C]) {
+  for (int64_t s = 0; s < count; s++) {
+    V v[C];
+    for (int c = 0; c < C; c++) v[c] = load(value + s * E + e + c * kBlock);
+    for (int i = 0; i < Q; i++)
+      for (int c = 0; c < C; c++) acc[i][c] = fma(splat(weight[s * kBlock + i]), v[c], acc[i][c]);
   }
 }
 
@@ -378,37 +424,39 @@ struct Runner {
   const Model& m;
   const Pass& p;
   int64_t M, D, H, G, E, group;
-  bool tiles;
+  bool tiles, draft;
   std::vector<float> residual, qkv;
   Inputs x, attended, inner;
+  std::vector<Scratch> scratch;
 
   Runner(const Model& model, const Pass& pass)
       : m(model), p(pass), M(int64_t(pass.rows) * pass.tokens), D(model.width), H(model.heads), G(model.kv_heads),
-        E(model.head_dim), group(H / G), tiles(kHasAmx && model.amx && model.bf16_weights) {
-    bool draft = m.layers[0].feature_norm != nullptr, rounded = m.bf16_weights;
-    residual.assign(p.residual, p.residual + M * D);
-    qkv.resize(size_t(M * (H + 2 * G) * E));
-    x.shape(M, draft ? 2 * D : D, tiles, rounded);
-    attended.shape(M, H * E, tiles, rounded);
-    inner.shape(M, m.inner, tiles, rounded);
+        E(model.head_dim), group(H / G), tiles(tiles_granted && model.tiles && model.bf16_weights),
+        draft(model.layers[0].feature_norm != nullptr), residual(p.residual, p.residual + M * D),
+        qkv(size_t(M * (H + 2 * G) * E)), x(M, draft ? 2 * D : D, tiles, model.bf16_weights),
+        attended(M, H * E, tiles, model.bf16_weights), inner(M, model.inner, tiles, model.bf16_weights) {
+    int64_t past = 0;
+    for (int b = 0; b < p.rows; b++) past = std::max<int64_t>(past, p.past_lengths[b]);
+    for (int t = 0; t < p.threads; t++) scratch.emplace_back(std::max(D, E), E, past + p.own);
   }
+
+  Scratch& mine() { return scratch[size_t(omp_get_thread_num())]; }
 
   T* own(void* base, int64_t layer, int64_t b, int64_t g) const {
     return static_cast<T*>(base) + ((layer * p.rows + b) * G + g) * p.own * E;
   }
 
   void norm_into_x(const float* source, const float* weight, int64_t token, int64_t at) {
-    thread_local std::vector<float> row;
-    row.resize(size_t(D));
-    rms_norm(source + token * D, weight, D, m.eps, row.data());
-    x.set(token, at, row.data(), D);
+    float* row = mine().row.data();
+    rms_norm(source + token * D, weight, D, m.eps, row);
+    x.set(token, at, row, D);
   }
 
   // What attention reads: the residual, normed; in a draft layer the embedding and the feature side by side.
   void attention_input(const Layer& l) {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < M; token++) {
-      if (!l.feature_norm) {
+      if (!draft) {
         norm_into_x(residual.data(), l.input_norm, token, 0);
         continue;
       }
@@ -418,9 +466,21 @@ struct Runner {
     }
   }
 
+  void mlp_input(const Layer& l) {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < M; token++) {
+      norm_into_x(residual.data(), l.post_norm, token, 0);
+      if (draft) x.clear(token, D, up(D, 32));  // of the feature that stood there
+    }
+  }
+
   // Head norm and rotation of one head of one token, in place (halves convention of Transformers).
-  void turn(float* head, const float* weight, int64_t token) const {
-    if (weight) rms_norm(head, weight, E, m.eps, head);
+  void turn(float* head, const float* weight, int64_t token) {
+    if (weight) {
+      float* row = mine().row.data();
+      rms_norm(head, weight, E, m.eps, row);
+      std::copy(row, row + E, head);
+    }
     const float *cos = p.cos + token * E, *sin = p.sin + token * E;
     for (int64_t i = 0, half = E / 2; i < half; i++) {
       float a = head[i], b = head[i + half];
@@ -444,125 +504,119 @@ struct Runner {
     }
   }
 
-  // Scores of up to 16 queries against `count` keys: out[key * 16 + query].
-  void score(const T* keys, int64_t count, const float* q, const bf16* packed, int64_t queries, float* out) const {
+  // Scores of 16 queries against `count` keys: out[key][query]; with tiles, up to 15 rows more are written.
+  void score(const T* keys, int64_t count, Scratch& s, float* out) const {
     if constexpr (sizeof(T) == 2) {
       if (tiles && E % 32 == 0) {
-        int64_t s = 0;
-        for (; s + 16 <= count; s += 16) tile_scores(keys + s * E, E, packed, int(E), out + s * 16);
-        if (s < count) {
-          thread_local std::vector<bf16> tail;
-          tail.assign(size_t(16 * E), 0);
-          std::memcpy(tail.data(), keys + s * E, size_t((count - s) * E) * 2);
-          tile_scores(tail.data(), E, packed, int(E), out + s * 16);
+        int64_t at = 0;
+        for (; at + kBlock <= count; at += kBlock) tile_scores(keys + at * E, s.packed.data(), E, out + at * kBlock);
+        if (at < count) {
+          std::fill(s.tail.begin(), s.tail.end(), 0);
+          std::copy(keys + at * E, keys + count * E, s.tail.begin());
+          tile_scores(s.tail.data(), s.packed.data(), E, out + at * kBlock);
         }
         return;
       }
     }
-    for (int64_t s = 0; s < count; s++)
-      for (int64_t i = 0; i < queries; i++) {
-        V acc = {};
-        int64_t e = 0;
-        for (; e + 16 <= E; e += 16) acc = fma(load16(keys + s * E + e), load(q + i * E + e), acc);
-        float total = sum(acc);
-        for (; e < E; e++) total = std::fma(get(keys, s * E + e), q[i * E + e], total);
-        out[s * 16 + i] = total;
-      }
-  }
-
-  // In place: scores of `count` keys to weights that sum to 1. `w` has room up to a multiple of 16.
-  static void softmax(float* w, int64_t count) {
-    int64_t end = up(count, 16);
-    std::fill(w + count, w + end, -std::numeric_limits<float>::infinity());
-    V top = load(w), total = {};
-    for (int64_t s = 16; s < end; s += 16) {
-      V v = load(w + s);
-      top = v > top ? v : top;
+    for (int64_t at = 0; at < count; at++) {
+      V acc = splat(0);
+      for (int64_t e = 0; e < E; e++) acc = fma(splat(get(keys[at * E + e])), load(s.q.data() + e * kBlock), acc);
+      store(out + at * kBlock, acc);
     }
-    V high = splat(largest(top));
-    for (int64_t s = 0; s < end; s += 16) {
-      V v = load(w + s);
-      v = v < -3e38f ? V{} : exp(v - high);
-      store(w + s, v);
-      total += v;
-    }
-    V inverse = splat(1.0f / sum(total));
-    for (int64_t s = 0; s < end; s += 16) store(w + s, load(w + s) * inverse);
   }
 
-  template <int Q>
-  void mix_all(const T* past_v, int64_t past, const T* own_v, const std::vector<int32_t>* visible,
-               const float* const* weight, float* const* out) const {
-    int64_t e = 0;
-    for (; e + 64 <= E; e += 64) mix<T, Q, 4>(past_v, past, own_v, visible, weight, E, e, out);
-    for (; e + 16 <= E; e += 16) mix<T, Q, 1>(past_v, past, own_v, visible, weight, E, e, out);
-    for (; e < E; e++)
-      for (int i = 0; i < Q; i++) {
-        float total = 0;
-        for (int64_t s = 0; s < past; s++) total = std::fma(weight[i][s], get(past_v, s * E + e), total);
-        for (size_t o = 0; o < visible[i].size(); o++)
-          total = std::fma(weight[i][past + int64_t(o)], get(own_v, visible[i][o] * E + e), total);
-        out[i][e] = total;
-      }
-  }
-
-  // Up to 16 queries of one row and kv head: query i is head i % group of the row's token i / group.
-  void attend(int64_t layer, int64_t b, int64_t g, int64_t first, int64_t queries) {
-    int64_t past = p.past_lengths[b], ld = up(past + p.own, 16);
-    int64_t at = layer * p.past_layer_stride + p.past_offsets[b] + g * p.past_head_stride;
-    const T *past_k = static_cast<const T*>(p.past_keys) + at, *past_v = static_cast<const T*>(p.past_values) + at;
-    const T *own_k = own(p.own_keys, layer, b, g), *own_v = own(p.own_values, layer, b, g);
-    thread_local std::vector<float> q, past_scores, own_scores, weights, out;
-    thread_local std::vector<bf16> packed;
-    thread_local std::vector<int32_t> visible[16];
-    q.assign(size_t(16 * E), 0), packed.assign(size_t(16 * E), 0), out.resize(size_t(16 * E));
-    past_scores.resize(size_t(up(past, 16) * 16)), own_scores.resize(size_t(up(p.own, 16) * 16));
-    weights.resize(size_t(16 * ld));
+  // Queries of this thread's scratch, by column: head i % group of the row's token i / group.
+  void take_queries(Scratch& s, int64_t b, int64_t g, int64_t first, int64_t queries) const {
     float scale = 1.0f / std::sqrt(float(E));
+    std::fill(s.q.begin(), s.q.end(), 0.0f);
+    std::fill(s.packed.begin(), s.packed.end(), 0);
     for (int64_t i = 0; i < queries; i++) {
       int64_t token = b * p.tokens + (first + i) / group, h = g * group + (first + i) % group;
       const float* head = qkv.data() + (token * (H + 2 * G) + h) * E;
       for (int64_t e = 0; e < E; e++) {
         float value = head[e] * scale;
-        if (m.bf16_weights) {
-          packed[size_t((e / 2) * 32 + i * 2 + e % 2)] = narrow(value);
-          value = widen(narrow(value));
-        }
-        q[size_t(i * E + e)] = value;
+        bf16 rounded = narrow(value);
+        s.packed[size_t(e / 2 * 32 + i * 2 + e % 2)] = rounded;
+        s.q[size_t(e * kBlock + i)] = m.bf16_weights ? widen(rounded) : value;
       }
-    }
-    score(past_k, past, q.data(), packed.data(), queries, past_scores.data());
-    score(own_k, p.own, q.data(), packed.data(), queries, own_scores.data());
-    const float* weight[16];
-    float* result[16];
-    for (int64_t i = 0; i < queries; i++) {
-      float* w = weights.data() + i * ld;
-      for (int64_t s = 0; s < past; s++) w[s] = past_scores[size_t(s * 16 + i)];
-      int64_t n = (first + i) / group;
-      visible[i].clear();
-      for (int32_t o = 0, end = p.mask ? p.own : int32_t(p.own - p.tokens + n + 1); o < end; o++)
-        if (!p.mask || p.mask[b * p.mask_row_stride + n * p.own + o]) {
-          w[past + int64_t(visible[i].size())] = own_scores[size_t(o * 16 + i)];
-          visible[i].push_back(o);
-        }
-      softmax(w, past + int64_t(visible[i].size()));
-      weight[i] = w, result[i] = out.data() + i * E;
-    }
-    int64_t i = 0;
-    for (; i + 4 <= queries; i += 4) mix_all<4>(past_v, past, own_v, visible + i, weight + i, result + i);
-    for (; i < queries; i++) mix_all<1>(past_v, past, own_v, visible + i, weight + i, result + i);
-    for (i = 0; i < queries; i++) {
-      int64_t token = b * p.tokens + (first + i) / group, h = g * group + (first + i) % group;
-      attended.set(token, h * E, result[i], E);
     }
   }
 
+  // Up to 16 queries of one row and kv head. A query that sees nothing at all gets zeros.
+  void attend(int64_t layer, int64_t b, int64_t g, int64_t first, int64_t queries) {
+    Scratch& s = mine();
+    const float none = -std::numeric_limits<float>::infinity();
+    int64_t past = p.past_lengths[b], last_token = (first + queries - 1) / group;
+    int64_t seen = p.mask ? p.own : p.own - p.tokens + last_token + 1, keys = past + seen;
+    int64_t at = layer * p.past_layer_stride + p.past_offsets[b] + g * p.past_head_stride;
+    const T *past_k = static_cast<const T*>(p.past_keys) + at, *past_v = static_cast<const T*>(p.past_values) + at;
+    const T *own_k = own(p.own_keys, layer, b, g), *own_v = own(p.own_values, layer, b, g);
+    float *scores = s.scores.data(), *own_scores = scores + past * kBlock;
+    take_queries(s, b, g, first, queries);
+    score(past_k, past, s, scores);
+    score(own_k, seen, s, own_scores);
+    for (int64_t i = 0; i < queries; i++) {
+      int64_t n = (first + i) / group;
+      for (int64_t o = 0; o < seen; o++) {
+        bool sees = p.mask ? p.mask[b * p.mask_row_stride + n * p.own + o] : o <= p.own - p.tokens + n;
+        if (!sees) own_scores[o * kBlock + i] = none;
+      }
+    }
+    V top = splat(-3e38f), total = splat(0);
+    for (int64_t k = 0; k < keys; k++) top = most(top, load(scores + k * kBlock));
+    for (int64_t k = 0; k < keys; k++) {
+      V weight = exp(load(scores + k * kBlock) - top);
+      store(scores + k * kBlock, weight);
+      total = total + weight;
+    }
+    alignas(64) float inverse[kBlock];
+    store(inverse, splat(1.0f) / total);
+    for (int64_t i = 0; i < queries; i += 4) {
+      int64_t e = 0;
+      for (; e + kColumns * kBlock <= E; e += kColumns * kBlock)
+        mix_columns<kColumns>(past_v, past, own_v, seen, scores + i, e, s.out.data());
+      for (; e + kBlock <= E; e += kBlock) mix_columns<1>(past_v, past, own_v, seen, scores + i, e, s.out.data());
+      for (; e < E; e++)
+        for (int q = 0; q < 4; q++) {
+          float sum_here = 0;
+          for (int64_t k = 0; k < keys; k++) {
+            const T* value = k < past ? past_v + k * E : own_v + (k - past) * E;
+            sum_here = std::fma(scores[k * kBlock + i + q], get(value[e]), sum_here);
+          }
+          s.out[size_t(q * E + e)] = sum_here;
+        }
+      for (int64_t q = 0; q < std::min<int64_t>(4, queries - i); q++) {
+        int64_t token = b * p.tokens + (first + i + q) / group, h = g * group + (first + i + q) % group;
+        float* out = s.out.data() + q * E;
+        float scale = total_is_zero(inverse[i + q]) ? 0.0f : inverse[i + q];
+        for (e = 0; e < E; e++) out[e] *= scale;
+        attended.set(token, h * E, out, E);
+      }
+    }
+  }
+
+  static bool total_is_zero(float inverse) { return std::isinf(inverse); }
+
+  template <int C>
+  void mix_columns(const T* past_v, int64_t past, const T* own_v, int64_t seen, const float* weight, int64_t e,
+                   float* out) const {
+    V acc[4][C];
+    for (auto& of_query : acc)
+      for (V& a : of_query) a = splat(0);
+    mix<T, 4, C>(past_v, past, weight, E, e, acc);
+    mix<T, 4, C>(own_v, seen, weight + past * kBlock, E, e, acc);
+    for (int i = 0; i < 4; i++)
+      for (int c = 0; c < C; c++) store(out + i * E + e + c * kBlock, acc[i][c]);
+  }
+
   void attention(int64_t layer) {
-    int64_t queries = p.tokens * group, chunks = (queries + 15) / 16;
+    int64_t queries = p.tokens * group, size = kBlock;
+    while (size > 1 && p.rows * G * ((queries + size - 1) / size) < 2 * p.threads) size /= 2;
+    int64_t chunks = (queries + size - 1) / size;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < p.rows * G * chunks; item++) {
-      int64_t b = item / (G * chunks), g = item / chunks % G, first = item % chunks * 16;
-      attend(layer, b, g, first, std::min<int64_t>(16, queries - first));
+      int64_t b = item / (G * chunks), g = item / chunks % G, first = item % chunks * size;
+      attend(layer, b, g, first, std::min(size, queries - first));
     }
   }
 
@@ -572,9 +626,12 @@ struct Runner {
     for (int64_t pair = pairs * t / count; pair < pairs * (t + 1) / count; pair++)
       block_pair(x, M, w, m.bf16_weights, pair, [&](int64_t row, const float* gate, const float* rise) {
         V a = load(gate), b = load(rise);
-        if (w.bias) a += load(w.bias + pair * 32), b += load(w.bias + pair * 32 + 16);
+        if (w.bias) {
+          a = a + load(w.bias + pair * 2 * kBlock);
+          b = b + load(w.bias + pair * 2 * kBlock + kBlock);
+        }
         alignas(64) float value[kBlock];
-        store(value, a / (1.0f + exp(-a)) * b);
+        store(value, a / (splat(1.0f) + exp(splat(0) - a)) * b);
         inner.set(row, pair * kBlock, value, std::min<int64_t>(kBlock, m.inner - pair * kBlock));
       });
   }
@@ -595,8 +652,10 @@ struct Runner {
   }
 
   void run() {
+    unsigned control = _mm_getcsr();  // how denormals are treated: alike in every thread
 #pragma omp parallel num_threads(p.threads)
     {
+      _mm_setcsr(control);
       if (tiles) open_tiles();
       for (int64_t layer = 0; layer < m.num_layers; layer++) {
         const Layer& l = m.layers[layer];
@@ -609,8 +668,7 @@ struct Runner {
         attention(layer);
         add_to_residual(attended, l.o);
 #pragma omp barrier
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < M; token++) norm_into_x(residual.data(), l.post_norm, token, 0);
+        mlp_input(l);
         gated(l.gate_up);
 #pragma omp barrier
         add_to_residual(inner, l.down);
@@ -619,51 +677,69 @@ struct Runner {
       }
 #pragma omp for schedule(static)
       for (int64_t token = 0; token < M; token++) {
-        float* row = residual.data() + token * D;
-        if (p.feature) put_many(static_cast<T*>(p.feature) + token * D, row, D);
-        rms_norm(row, m.final_norm, D, m.eps, row);
-        put_many(static_cast<T*>(p.last) + token * D, row, D);
+        float *row = residual.data() + token * D, *normed = mine().row.data();
+        put_many(static_cast<T*>(p.feature) + token * D, row, D);
+        rms_norm(row, m.final_norm, D, m.eps, normed);
+        put_many(static_cast<T*>(p.last) + token * D, normed, D);
       }
       if (tiles) close_tiles();
     }
   }
 };
 
+template <typename T>
+void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int threads) {
+  Inputs in(M, w.in, tiles, bf16_weights);
+  for (int64_t row = 0; row < M; row++) {
+    if (tiles) std::memcpy(in.half(row), x + row * w.in, size_t(w.in) * sizeof(T));
+    else
+      for (int64_t i = 0; i < w.in; i++) in.full(row)[i] = get(x[row * w.in + i]);
+  }
+  unsigned control = _mm_getcsr();
+#pragma omp parallel num_threads(threads)
+  {
+    _mm_setcsr(control);
+    if (tiles) open_tiles();
+    project(in, M, w, bf16_weights, [&](int64_t row, int64_t column, const float* value, int64_t count) {
+      std::copy(value, value + count, out + row * w.out + column);
+    });
+    if (tiles) close_tiles();
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
-// Whether tiles can be used here; asks the kernel for them, once per process.
-int aq_amx() {
+// Ask the system for the matrix tiles, once per process; whether they can be used.
+int aq_request_tiles() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  return kHasAmx && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  tiles_granted = kHasTiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return tiles_granted;
 }
 
-void aq_forward(const Model* model, const Pass* pass) {
+// Sizes of Linear, Layer, Model, Pass, which the caller lays out again.
+void aq_sizes(int64_t* out) {
+  out[0] = sizeof(Linear), out[1] = sizeof(Layer), out[2] = sizeof(Model), out[3] = sizeof(Pass);
+}
+
+// 0, or 1 when there is no memory.
+int aq_forward(const Model* model, const Pass* pass) try {
   if (model->bf16_weights) Runner<bf16>(*model, *pass).run();
   else Runner<float>(*model, *pass).run();
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
 }
 
 // out [M, w.out] float32 = x [M, w.in] (bf16 or float32, as the weights) times the packed weight, plus bias.
-void aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int amx, float* out, int threads) {
-  bool tiles = kHasAmx && amx && bf16_weights;
-  Inputs in;
-  in.shape(M, w->in, tiles, bf16_weights);
-  for (int64_t row = 0; row < M; row++) {
-    if (tiles) std::memcpy(in.half(row), static_cast<const bf16*>(x) + row * w->in, size_t(w->in) * 2);
-    else
-      for (int64_t i = 0; i < w->in; i++)
-        in.full(row)[i] = bf16_weights ? get(static_cast<const bf16*>(x), row * w->in + i)
-                                       : get(static_cast<const float*>(x), row * w->in + i);
-  }
-#pragma omp parallel num_threads(threads)
-  {
-    if (tiles) open_tiles();
-    project(in, M, *w, bf16_weights, [&](int64_t row, int64_t column, const float* value, int64_t count) {
-      std::copy(value, value + count, out + row * w->out + column);
-    });
-    if (tiles) close_tiles();
-  }
+int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int tiles, float* out, int threads) try {
+  bool use_tiles = tiles_granted && tiles && bf16_weights;
+  if (bf16_weights) linear(*w, static_cast<const bf16*>(x), M, true, use_tiles, out, threads);
+  else linear(*w, static_cast<const float*>(x), M, false, false, out, threads);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
 }
 
 }  // extern "C"

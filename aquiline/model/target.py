@@ -7,7 +7,9 @@ Shapes: B rows, N tokens of the pass, D width, A = captured layers * D, L layers
 V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,11 @@ class Target(nn.Module):
         self.rotary = Rotary(config.rope, config.head_dim, config.max_positions)
         self._head: Weights | None = None  # set by `pack`, as the next
         self._decoder: Decoder | None = None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Target":
+        assert self._decoder is None, "a packed target stays where it is, and in its dtype"
+        super()._apply(fn, recurse)
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,7 +165,7 @@ class Target(nn.Module):
         """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the
         state dict is gone. Elsewhere nothing changes.
         """
-        if not usable(self.dtype, self.device):
+        if self._decoder is not None or not usable(self.dtype, self.device):
             return self
         c = self.config
         self._head = Weights.stacked([self.head_weight])
