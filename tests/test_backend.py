@@ -51,6 +51,10 @@ def test_a_projection_is_the_matrix_product(dtype, tiles, out, inp, rows):
     want = F.linear(x.double(), torch.cat(parts).double(), torch.cat((bias, bias.new_zeros(5))).double())
     assert got.dtype == torch.float32
     assert torch.allclose(got.double(), want, atol=1e-4)  # float32 sums, also of bf16 products
+    weights = Weights.stacked(parts, [bias, None])
+    assert torch.equal(weights.argmax(x[None]), got.argmax(-1)[None])
+    twice = Weights.stacked([parts[0], parts[0]])  # of equals the first
+    assert torch.equal(twice.argmax(x), twice(x)[:, :out].argmax(-1))
 
 
 @needs_kernel

@@ -70,14 +70,14 @@ def speculative_step(target: Target, cache: KVCache, drafter: Drafter | None, ro
 
 
 def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], out: PassOutput) -> list[Verdict]:
-    logits_BNV = target.logits(out.last_BND)
-    greedy = any(row.sampler.plain_greedy for row in rows)
-    best_BN = logits_BNV.argmax(-1).tolist() if greedy else [[]] * len(rows)  # of equals the lowest id
+    greedy = [row.sampler.plain_greedy for row in rows]
+    best: list[list[int]] = target.best(out.last_BND).tolist() if any(greedy) else []
+    # Logits only of the rows that need them: most requests do with the arg-max.
     return [
-        verify(tree, row.sampler, len(row.known), argmax_N=best_N)
-        if row.sampler.plain_greedy
-        else _verify(row, tree, logits_NV)
-        for row, tree, best_N, logits_NV in zip(rows, trees, best_BN, logits_BNV, strict=True)
+        verify(tree, row.sampler, len(row.known), argmax_N=best[b])
+        if greedy[b]
+        else _verify(row, tree, target.logits(out.last_BND[b]))
+        for b, (row, tree) in enumerate(zip(rows, trees, strict=True))
     ]
 
 

@@ -74,7 +74,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
-        ("final_norm", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("final_norm", "frequencies")),
         *(
             (name, ctypes.c_int32)
             for name in (
@@ -89,13 +89,13 @@ class _Model(ctypes.Structure):
                 "normed_residual",
             )
         ),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "rotary_scale")),
     ]
 
 
 class _Pass(ctypes.Structure):
     _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("residual", "embeds", "cos", "sin", "past_keys", "past_values")),
+        *((n, ctypes.c_void_p) for n in ("residual", "embeds", "positions", "past_keys", "past_values")),
         *((n, ctypes.c_void_p) for n in ("past_offsets", "past_lengths")),
         *((n, ctypes.c_int64) for n in ("past_layer_stride", "past_head_stride")),
         ("mask", ctypes.c_void_p),
@@ -181,7 +181,7 @@ def _opened(path: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_int
     lib.aq_forward.argtypes = [pointer, pointer]
-    lib.aq_linear.argtypes = [pointer, pointer, ctypes.c_int64, number, number, pointer, number]
+    lib.aq_linear.argtypes = [pointer, pointer, ctypes.c_int64, number, number, pointer, pointer, number]
     sizes = (ctypes.c_int64 * 4)()
     lib.aq_sizes(sizes)
     ours = [ctypes.sizeof(s) for s in (_Linear, _Layer, _Model, _Pass)]
@@ -266,18 +266,27 @@ class Weights:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., in]` in the weights' dtype to float32 `[..., out]`."""
+        out = torch.empty(*x.shape[:-1], self.struct.out)
+        self._run(x, out.data_ptr(), None)
+        return out
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """`[..., in]` to the number of the largest output, of equals the first, int64 `[...]`."""
+        best = torch.empty(x.shape[:-1], dtype=torch.int64)
+        self._run(x, None, best.data_ptr())
+        return best
+
+    def _run(self, x: Tensor, out: int | None, best: int | None) -> None:
         lib = library()
         assert lib is not None
         flat = x.detach().to(self.dtype).reshape(-1, x.shape[-1]).contiguous()
-        out = torch.empty(len(flat), self.struct.out)
         bf16 = self.dtype == torch.bfloat16
         _check_memory(
             lib.aq_linear(
-                ctypes.byref(self.struct), flat.data_ptr(), len(flat), bf16, _tiles(), out.data_ptr(),
+                ctypes.byref(self.struct), flat.data_ptr(), len(flat), bf16, _tiles(), out, best,
                 torch.get_num_threads(),
             )
         )  # fmt: skip
-        return out.view(*x.shape[:-1], self.struct.out)
 
 
 @dataclass
@@ -319,8 +328,11 @@ class Decoder:
         head_dim: int,
         inner: int,
         eps: float,
+        frequencies: Tensor,
+        rotary_scale: float,
         normed_residual: bool = False,
     ) -> None:
+        """`frequencies` `[E / 2]` and `rotary_scale` are those of the rotary embedding (`layers.Rotary`)."""
         self.dtype = layers[0].qkv.dtype
         self._kept: list[object] = [layers]
         self._layers = (_Layer * len(layers))()
@@ -331,8 +343,9 @@ class Decoder:
                 setattr(struct, name, getattr(layer, name).struct)
         self._shape = (len(layers), kv_heads, head_dim, len(final_norm))
         self._model = _Model(
-            self._layers, self._vector(final_norm), len(layers), len(final_norm), inner, heads, kv_heads, head_dim,
-            self.dtype == torch.bfloat16, _tiles(), normed_residual, eps,
+            self._layers, self._vector(final_norm), self._vector(frequencies),
+            len(layers), len(final_norm), inner, heads, kv_heads, head_dim,
+            self.dtype == torch.bfloat16, _tiles(), normed_residual, eps, rotary_scale,
         )  # fmt: skip
 
     def _vector(self, weight: Tensor | None) -> int | None:
@@ -345,8 +358,7 @@ class Decoder:
     def __call__(
         self,
         residual_BND: Tensor,
-        cos_BN1E: Tensor,
-        sin_BN1E: Tensor,
+        positions_BN: Tensor,
         mask_BNO: Tensor | None,
         cache: KVCache | None,
         slots: list[int] | None,
@@ -368,7 +380,7 @@ class Decoder:
         if earlier_LBGOE is not None:
             keys[..., :earlier, :], values[..., :earlier, :] = earlier_LBGOE
         floats = [None if x is None else x.detach().float().contiguous() for x in (residual_BND, embeds_BND)]
-        cos, sin = (x.float().expand(B, N, 1, E).contiguous() for x in (cos_BN1E, sin_BN1E))
+        positions = positions_BN.to(torch.int64).expand(B, N).contiguous()
         mask = None if mask_BNO is None else mask_BNO.contiguous()
         if mask is not None:
             _fits(
@@ -395,7 +407,7 @@ class Decoder:
             ctypes.byref(self._model),
             ctypes.byref(
                 _Pass(
-                    _pointer(floats[0]), _pointer(floats[1]), _pointer(cos), _pointer(sin),
+                    _pointer(floats[0]), _pointer(floats[1]), _pointer(positions),
                     _pointer(past_keys), _pointer(past_values), _pointer(past_offsets), _pointer(past_lengths),
                     *strides,
                     _pointer(mask), 0 if mask is None or len(mask) == 1 else N * own,

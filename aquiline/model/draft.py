@@ -138,9 +138,8 @@ class Draft(nn.Module):
         cycle; they are never in the cache, and `mask_BNM` speaks of them first, then of the pass's own tokens.
         """
         if self._decoder is not None:
-            cos, sin = self.rotary(positions_BN, torch.float32)
             out = self._decoder(
-                g_BNH, cos, sin, mask_BNM, cache, slots, embeds_BND=embeds_BNH, earlier_LBGOE=tree_keys_values
+                g_BNH, positions_BN, mask_BNM, cache, slots, embeds_BND=embeds_BNH, earlier_LBGOE=tree_keys_values
             )
             feature = out.last_BND if self.config.norm_output else out.feature_BND
             return DraftOutput(feature, out.last_BND, out.keys_LBGNE, out.values_LBGNE)
@@ -177,6 +176,7 @@ class Draft(nn.Module):
             [pack(x.self_attn, x.mlp, x.input_layernorm, x.post_attention_layernorm, x.hidden_norm)],
             self.norm.weight,
             heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, inner=c.intermediate_size, eps=c.norm_eps,
+            frequencies=self.rotary.inv_freq, rotary_scale=self.rotary.scale,
             normed_residual=c.norm_before_residual,
         )  # fmt: skip
         return self

@@ -167,14 +167,14 @@ struct Layer {
 
 struct Model {
   const Layer* layers;
-  const float* final_norm;
+  const float *final_norm, *frequencies;  // of the rotary embedding, [E / 2]
   int32_t num_layers, width, inner, heads, kv_heads, head_dim, bf16_weights, tiles, normed_residual;
-  float eps;
+  float eps, rotary_scale;
 };
 
 struct Pass {
   const float *residual, *embeds;               // [M, D]; embeds only for a draft layer
-  const float *cos, *sin;                       // [M, E]
+  const int64_t* positions;                     // [M]
   const void *past_keys, *past_values;          // base of [L, slots, G, room, E]
   const int64_t* past_offsets;                  // per row: its slot's first element within a layer
   const int32_t* past_lengths;                  // per row
@@ -425,7 +425,7 @@ struct Runner {
   const Pass& p;
   int64_t M, D, H, G, E, group;
   bool tiles, draft;
-  std::vector<float> residual, qkv;
+  std::vector<float> residual, qkv, cos, sin;  // cos, sin: [M, E / 2]
   Inputs x, attended, inner;
   std::vector<Scratch> scratch;
 
@@ -433,7 +433,7 @@ struct Runner {
       : m(model), p(pass), M(int64_t(pass.rows) * pass.tokens), D(model.width), H(model.heads), G(model.kv_heads),
         E(model.head_dim), group(H / G), tiles(tiles_granted && model.tiles && model.bf16_weights),
         draft(model.layers[0].feature_norm != nullptr), residual(p.residual, p.residual + M * D),
-        qkv(size_t(M * (H + 2 * G) * E)), x(M, draft ? 2 * D : D, tiles, model.bf16_weights),
+        qkv(size_t(M * (H + 2 * G) * E)), cos(size_t(M * E / 2)), sin(size_t(M * E / 2)), x(M, draft ? 2 * D : D, tiles, model.bf16_weights),
         attended(M, H * E, tiles, model.bf16_weights), inner(M, model.inner, tiles, model.bf16_weights) {
     int64_t past = 0;
     for (int b = 0; b < p.rows; b++) past = std::max<int64_t>(past, p.past_lengths[b]);
@@ -481,12 +481,24 @@ struct Runner {
       rms_norm(head, weight, E, m.eps, row);
       std::copy(row, row + E, head);
     }
-    const float *cos = p.cos + token * E, *sin = p.sin + token * E;
-    for (int64_t i = 0, half = E / 2; i < half; i++) {
+    int64_t half = E / 2;
+    const float *c = cos.data() + token * half, *s = sin.data() + token * half;
+    for (int64_t i = 0; i < half; i++) {
       float a = head[i], b = head[i + half];
-      head[i] = a * cos[i] - b * sin[i];
-      head[i + half] = b * cos[i + half] + a * sin[i + half];
+      head[i] = a * c[i] - b * s[i];
+      head[i + half] = b * c[i] + a * s[i];
     }
+  }
+
+  void angles() {
+    int64_t half = E / 2;
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < M; token++)
+      for (int64_t i = 0; i < half; i++) {
+        float angle = float(p.positions[token]) * m.frequencies[i];
+        cos[size_t(token * half + i)] = std::cos(angle) * m.rotary_scale;
+        sin[size_t(token * half + i)] = std::sin(angle) * m.rotary_scale;
+      }
   }
 
   void rotate(int64_t layer) {
@@ -657,6 +669,7 @@ struct Runner {
     {
       _mm_setcsr(control);
       if (tiles) open_tiles();
+      angles();
       for (int64_t layer = 0; layer < m.num_layers; layer++) {
         const Layer& l = m.layers[layer];
         attention_input(l);
@@ -688,22 +701,45 @@ struct Runner {
 };
 
 template <typename T>
-void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int threads) {
-  Inputs in(M, w.in, tiles, bf16_weights);
+Inputs inputs_of(const T* x, int64_t M, int64_t width, bool bf16_weights, bool tiles) {
+  Inputs in(M, width, tiles, bf16_weights);
   for (int64_t row = 0; row < M; row++) {
-    if (tiles) std::memcpy(in.half(row), x + row * w.in, size_t(w.in) * sizeof(T));
+    if (tiles) std::memcpy(in.half(row), x + row * width, size_t(width) * sizeof(T));
     else
-      for (int64_t i = 0; i < w.in; i++) in.full(row)[i] = get(x[row * w.in + i]);
+      for (int64_t i = 0; i < width; i++) in.full(row)[i] = get(x[row * width + i]);
   }
+  return in;
+}
+
+struct Best {
+  float value = -std::numeric_limits<float>::infinity();
+  int64_t at = 0;
+  void meet(float v, int64_t i) {  // in ascending order: of equals the first stays
+    if (v > value) value = v, at = i;
+  }
+};
+
+template <typename T>
+void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int64_t* best, int threads) {
+  Inputs in = inputs_of(x, M, w.in, bf16_weights, tiles);
+  std::vector<Best> found(best ? size_t(M * threads) : 0);
   unsigned control = _mm_getcsr();
 #pragma omp parallel num_threads(threads)
   {
     _mm_setcsr(control);
     if (tiles) open_tiles();
+    Best* mine = found.data() + omp_get_thread_num() * M;
     project(in, M, w, bf16_weights, [&](int64_t row, int64_t column, const float* value, int64_t count) {
-      std::copy(value, value + count, out + row * w.out + column);
+      if (!best) std::copy(value, value + count, out + row * w.out + column);
+      else
+        for (int64_t j = 0; j < count; j++) mine[row].meet(value[j], column + j);
     });
     if (tiles) close_tiles();
+  }
+  for (int64_t row = 0; best && row < M; row++) {
+    Best all;
+    for (int t = 0; t < threads; t++) all.meet(found[size_t(t * M + row)].value, found[size_t(t * M + row)].at);
+    best[row] = all.at;
   }
 }
 
@@ -732,11 +768,13 @@ int aq_forward(const Model* model, const Pass* pass) try {
   return 1;
 }
 
-// out [M, w.out] float32 = x [M, w.in] (bf16 or float32, as the weights) times the packed weight, plus bias.
-int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int tiles, float* out, int threads) try {
+// x [M, w.in] (bf16 or float32, as the weights) times the packed weight, plus bias: into out [M, w.out] float32, or only
+// the first of each row's largest outputs into best [M]; one of the two is null.
+int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int tiles, float* out, int64_t* best,
+              int threads) try {
   bool use_tiles = tiles_granted && tiles && bf16_weights;
-  if (bf16_weights) linear(*w, static_cast<const bf16*>(x), M, true, use_tiles, out, threads);
-  else linear(*w, static_cast<const float*>(x), M, false, false, out, threads);
+  if (bf16_weights) linear(*w, static_cast<const bf16*>(x), M, true, use_tiles, out, best, threads);
+  else linear(*w, static_cast<const float*>(x), M, false, false, out, best, threads);
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;

@@ -106,10 +106,14 @@ class Target(nn.Module):
         """
         if self._decoder is not None:
             assert documents is None, "packed documents are for training"
-            cos, sin = self.rotary(positions_BN, torch.float32)
             top = self.capture_after == TOP
             out = self._decoder(
-                self.embed(ids_BN), cos, sin, mask_BNN, cache, slots, capture_after=() if top else self.capture_after
+                self.embed(ids_BN),
+                positions_BN,
+                mask_BNN,
+                cache,
+                slots,
+                capture_after=() if top else self.capture_after,
             )
             return PassOutput(out.last_BND, out.last_BND if top else out.aux_BNA, out.keys_LBGNE, out.values_LBGNE)
         context = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
@@ -139,6 +143,10 @@ class Target(nn.Module):
         if self._head is not None:
             return self._head(last)
         return nn.functional.linear(last.float(), self.head_weight.float())
+
+    def best(self, last: Tensor) -> Tensor:
+        """Arg-max id of each row's logits, of equals the lowest, int64 `[...]`; the logits are not kept."""
+        return self.logits(last).argmax(-1) if self._head is None else self._head.argmax(last)
 
     def best_and_logsumexp(self, last_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Arg-max id (int64) and log-sum-exp (float32) of each row's logits, without float32 logits where bf16 is fast.
@@ -176,5 +184,6 @@ class Target(nn.Module):
             [pack(x.self_attn, x.mlp, x.input_layernorm, x.post_attention_layernorm) for x in layers],
             self.model.norm.weight,
             heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, inner=c.intermediate_size, eps=c.norm_eps,
+            frequencies=self.rotary.inv_freq, rotary_scale=self.rotary.scale,
         )  # fmt: skip
         return self
