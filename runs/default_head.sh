@@ -3,16 +3,16 @@
 #
 #     runs/default_head.sh WORK ANSWERS.jsonl...
 #
-# Run again after it was stopped, it goes on. Hardware, minutes and the accepted length reached are in the run.json that
-# ships with the head; `minutes` there counts training and the making of features, not the time it was stopped.
+# ANSWERS are what `aquiline data answer` writes, or rows with `prompt_ids` and `response_ids`. Run again after it was
+# stopped, it goes on. With AQUILINE_PAUSE_FILE set it stands still while something is timed. Hardware, minutes and the
+# accepted length reached are in the run.json that ships with the head.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 work="$1"
 shift
 mkdir -p "$work"
-[ -f "$work/train.jsonl" ] || python "$here/runs/select_answers.py" "$work/train.jsonl" 700000 "$@"
-nice -n 19 aquiline train "$work/train.jsonl" --out "$work/out" --features "$work/features" \
-    --ttt-steps 4 --epochs 2 --held-out 32 --eval-every 125 --save-every 25
+nice -n 19 aquiline train "$@" --out "$work/out" --features "$work/features" \
+    --ttt-steps 4 --epochs 1.34 --held-out 32 --eval-every 200 --save-every 50
 assets="$here/aquiline/assets/smollm2-135m-instruct"
 mkdir -p "$assets"
 cp "$work/out/head/"{model.safetensors,config.json,run.json} "$assets/"
