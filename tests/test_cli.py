@@ -38,7 +38,8 @@ FLAGS = {
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
         "--eval-every", "--save-every", "--seed", "--dtype", "--warm-start", "--accumulate", "--decode-every",
         "--patience", "--pause-file", "--dry-run",
-        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--checkpoint-activations", "--strict",
+        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--keep-outside", "--checkpoint-activations",
+        "--strict",
     },
     "data answer": {
         "--target", "--draft", "--server", "--model", "--in-flight", "--temperature", "--max-new-tokens",
@@ -399,7 +400,7 @@ def test_every_kind_of_head_is_trained_and_decoded(aquiline, folders, answers, t
     assert (config["fc_norm"], config["attention_bias"]) == (True, True)
     assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
     run = json.loads((tmp_path / "switches" / "head" / "run.json").read_text())
-    assert run["training"]["switches"] == ["fc_norm", "qk_norm", "attention_bias"]
+    assert run["training"]["switches"] == ["attention_bias", "fc_norm", "qk_norm"]  # sorted
     # The state is gone: the head is recognised as this run's own, though JSON knows no tuples.
     shutil.rmtree(tmp_path / "switches" / "state")
     arguments = train_arguments(folders, answers, tmp_path / "switches", *kinds["switches"], "--epochs", 1)

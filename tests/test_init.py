@@ -9,7 +9,7 @@ import torch
 from aquiline.config import AquilineWarning, TrainConfig, UserError
 from aquiline.data.features import compute
 from aquiline.train.init import init_draft
-from aquiline.train.loop import make_optimizers
+from aquiline.train.optim import make_optimizers
 from tests.conftest import randomise, tiny_draft, tiny_target
 from tests.test_features import document
 
