@@ -38,8 +38,8 @@ FLAGS = {
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
         "--eval-every", "--save-every", "--seed", "--dtype", "--warm-start", "--accumulate", "--decode-every",
         "--patience", "--pause-file", "--dry-run",
-        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--keep-outside", "--checkpoint-activations",
-        "--strict",
+        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--keep-outside",
+        "--checkpoint-activations", "--strict",
     },
     "data answer": {
         "--target", "--draft", "--server", "--model", "--in-flight", "--temperature", "--max-new-tokens",

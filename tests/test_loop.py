@@ -158,15 +158,20 @@ def test_schedule_warms_up_and_ends_low():
     assert all(a >= b for a, b in itertools.pairwise(shares[3:]))
 
 
-def test_every_captured_layer_starts_with_the_same_weight():
+@pytest.mark.parametrize("switch", [None, "fc_norm", "norm_before_fc"])
+def test_every_captured_layer_starts_with_the_same_weight(switch):
     target = tiny_target()
-    draft = tiny_draft(target)
+    draft = tiny_draft(target, **({} if switch is None else {switch: True}))
     features = compute(target, [document(30, 0)])
     features.aux_TA[:, 32:64] *= 50
     features.aux_TA[0, 70] = 1e5  # a massive activation must not rule the scale
     init_draft(draft, target, features, 0)
-    for part, x in zip(draft.fc.weight.chunk(3, 1), features.aux_TA.chunk(3, 1), strict=True):
-        size = float((x @ part.detach().t()).pow(2).mean(-1).sqrt().median())
+    weight = draft.fc.weight.detach().clone()
+    for layer in range(3):  # its part of the feature: the other layers weigh nothing
+        with torch.no_grad():
+            draft.fc.weight.zero_()
+            draft.fc.weight[:, 32 * layer : 32 * layer + 32] = weight[:, 32 * layer : 32 * layer + 32]
+            size = float(draft.fuse(features.aux_TA).pow(2).mean(-1).sqrt().median())
         assert 0.4 < size < 0.8  # three layers of this size add up to about one
     assert torch.equal(draft.lm_head.weight, target.head_weight[draft.vocab.target_ids_W])
 

@@ -1,7 +1,7 @@
 """What a run says of itself: a line an update, TensorBoard, a plot, and Weights & Biases where set up.
 
-A resumed run repeats the updates since its last save: what the files say of them is dropped first. Weights & Biases takes
-nothing back and no step twice, so there the earlier values stay.
+A resumed run repeats the updates since its last save: what the files say of them is dropped first. Weights & Biases
+takes nothing back and no step twice, so there the earlier values stay.
 """
 
 import hashlib

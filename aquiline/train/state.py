@@ -14,7 +14,6 @@ from aquiline.config import TrainConfig, UserError, require
 from aquiline.files.disk import read_pickle, sync
 from aquiline.model.draft import Draft
 
-
 # Settings that change neither an update nor what an evaluation means: a run may go on with others.
 MAY_CHANGE = ("save_every", "decode_every", "checkpoint_activations", "patience")
 
@@ -35,8 +34,8 @@ class RunState:
 
 
 def changed_settings(found: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """What differs from the settings of an earlier part of the run, `MAY_CHANGE` left out. A setting it did not know had
-    its default. `found` may come from JSON, where a tuple is a list.
+    """What differs from the settings of an earlier part of the run, `MAY_CHANGE` left out. A setting it did not know
+    had its default. `found` may come from JSON, where a tuple is a list.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     changed = []
