@@ -130,6 +130,13 @@ def test_muon_trains_matrices_and_adamw_the_rest():
     assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.mlp.down_proj.weight"} <= of_muon
 
 
+def test_adamw_has_a_rate_of_its_own_whatever_it_trains():
+    rates = {"learning_rate": 0.5, "adamw_learning_rate": 0.25}
+    for optimizer, expected in (("muon", [0.5, 0.25]), ("adamw", [0.25])):
+        made = make_optimizers(tiny_draft(tiny_target()), TrainConfig(optimizer=optimizer, **rates))
+        assert [g["lr"] for o in made for g in o.param_groups] == expected
+
+
 def test_float32_muon_follows_torchs_muon():
     generator = torch.Generator().manual_seed(0)
     start, grads = torch.randn(24, 16, generator=generator), torch.randn(3, 24, 16, generator=generator)
@@ -243,6 +250,49 @@ def test_a_run_that_gets_no_better_ends_early_and_stays_ended(tmp_path, monkeypa
     again.report = lambda p: pytest.fail("trained on")
     assert again.run()
     assert next(made, None) is None
+
+
+def test_a_head_that_was_begun_before_is_measured_first_and_only_surpassed(tmp_path, monkeypatch):
+    made = iter([1.5, 1.2, 1.4])
+    monkeypatch.setattr(loop, "evaluate", lambda *a: loop.Evaluation([], [], next(made), []))
+    config = dataclasses.replace(CONFIG, eval_every=1, patience=2)
+    saved, reported = [], []
+    t = trainer(tmp_path, config, saved)
+    t.begun, start = True, weights(t)
+    t.save_head = lambda draft, record: saved.append((record["best"], torch.equal(weights(t), start)))
+    assert not t.run(lambda: True)  # stopped before the first update, behind the evaluation
+    again = trainer(tmp_path, config, saved)
+    again.begun = True
+    again.report = lambda p: reported.append((p.step, p.evaluation.tau, p.ended_early))
+    assert again.run()
+    assert saved == [({"tau": 1.5, "step": 0}, True)]
+    assert reported == [(1, 1.2, False), (2, 1.4, True)]
+    state = torch.load(tmp_path / "state.pt")["state"]
+    assert (state["best"], state["best_step"], state["since_best"]) == (1.5, 0, 2)
+    assert [(row["step"], row["train_loss"] is None) for row in state["history"]] == [(0, True), (1, False), (2, False)]
+
+
+def test_an_update_is_reported_before_it_is_saved(tmp_path):
+    def killed(progress):
+        if progress.step == CONFIG.save_every:
+            raise KeyboardInterrupt
+
+    t = trainer(tmp_path)
+    t.report = killed
+    with pytest.raises(KeyboardInterrupt):
+        t.run()
+    assert not (tmp_path / "state.pt").exists()  # the update is done, and reported, once more
+
+
+def test_the_held_out_loss_is_the_mean_over_every_scored_row(tmp_path):
+    t = trainer(tmp_path)
+    t.held_out.documents[0].supervised[4:] = False  # documents differ in how many of their rows are scored
+    found = loop.evaluate(t.draft, t.target, t.held_out, CONFIG, t.head_rows_WD)
+    documents = t.held_out.documents
+    pack = loop.make_pack(documents, compute(t.target, documents), t.draft, t.target)
+    _, stats = loop.configured_unroll(t.draft, pack, t.head_rows_WD, CONFIG)
+    assert found.loss == pytest.approx(stats.loss, rel=1e-4)
+    assert any(scored < rows for scored, rows in zip(stats.scored, stats.rows, strict=True))
 
 
 def test_the_count_of_evaluations_without_progress_is_resumed(tmp_path, monkeypatch):

@@ -304,7 +304,7 @@ def _warm_start(
     )
     require(
         capture_after in (None, layers),
-        f"{head} has captured states {capture_name(layers)}, and {capture_name(capture_after or ())} were asked for: "
+        f"{head} has --capture-after {capture_name(layers)}, and {capture_name(capture_after or ())} was asked for: "
         "leave --capture-after out",
     )
     others = [name for name in config.switches if name not in switches]
