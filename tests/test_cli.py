@@ -282,7 +282,7 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(
     answers,
     tmp_path,
     tmp_path_factory,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     shutil.copy(answers, tmp_path / "answers.jsonl")
     pause, held, estimate = tmp_path_factory.mktemp("pause") / "pause", [], TrainingRun.estimate

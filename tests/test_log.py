@@ -86,7 +86,7 @@ def test_the_evaluation_before_the_first_update_has_no_loss(tmp_path):
     start.accuracy = []
     with RunLog(tmp_path, {}) as log:
         log.add(start)
-        assert points((tmp_path / "run.svg").read_text())[-2:] == [[(60.0, 492.0)], [(60.0, 492.0)]]
+        assert points((tmp_path / "run.svg").read_text())[-2:] == [[(60.0, 752.1)], [(60.0, 593.8)]]
         log.add(progress(1, tau=1.5))
     rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"], row["evaluation"]["tau"]) for row in rows] == [(0, None, 1.25), (1, 9.0, 1.5)]

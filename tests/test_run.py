@@ -165,7 +165,7 @@ def test_the_feature_loss_is_for_a_head_of_the_final_state_and_for_one_process(
     folders,
     other_data,
     tmp_path,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     make_draft(tmp_path / "top", checkpoint.load_target(folders / "target", torch.float32, "cpu", TOP))
     config = TrainConfig(held_out=1, feature_loss=True)
