@@ -157,16 +157,11 @@ def test_a_warm_start_keeps_weights_map_layers_and_switches(folders, other_data,
     with pytest.raises(UserError, match="switches: "):  # other settings than the run began with, and nothing else
         prepare(given, warm_start=head, capture_after=(0, 2, 5)).run(lambda _: None)
     make_draft(head, target, norm_output=True, seed=7)
-    with pytest.raises(UserError, match="goes on only with the head it began from .*unchanged"):
+    with pytest.raises(UserError, match=r"goes on only with the head it began from .*unchanged"):
         prepare(warm_start=head)
 
 
-def test_the_feature_loss_is_for_a_head_of_the_final_state_and_for_one_process(
-    folders,
-    other_data,
-    tmp_path,
-    monkeypatch,
-):
+def test_the_feature_loss_has_its_conditions(folders, other_data, tmp_path, monkeypatch):  # noqa: F811
     make_draft(tmp_path / "top", checkpoint.load_target(folders / "target", torch.float32, "cpu", TOP))
     config = TrainConfig(held_out=1, feature_loss=True)
     arguments = [other_data], tmp_path / "out", folders / "target", Chat.from_folder(folders / "target", [END]), config
