@@ -188,7 +188,7 @@ def test_every_setting_reaches_the_unroll(monkeypatch):
     config = TrainConfig(ttt_steps=2, ttt_decay=0.5, **settings)
     monkeypatch.setattr(loop, "unroll", lambda draft, pack, head, *steps, **given: (steps, given))
     got = loop.configured_unroll(tiny_draft(tiny_target()), None, None, config)
-    assert got == ((2, 0.5), settings)
+    assert got == ((2, 0.5), settings | {"update_rows": None})
 
 
 def test_the_targets_features_are_computed_in_its_own_precision_whatever_the_draft_trains_in(tmp_path, monkeypatch):
