@@ -272,6 +272,15 @@ def test_a_head_that_was_begun_before_is_measured_first_and_only_surpassed(tmp_p
     assert [(row["step"], row["train_loss"] is None) for row in state["history"]] == [(0, True), (1, False), (2, False)]
 
 
+def test_a_start_without_a_cycle_does_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "evaluate", lambda *a: loop.Evaluation([], [], None, []))
+    reported = []
+    t = trainer(tmp_path, dataclasses.replace(CONFIG, eval_every=1, patience=1))
+    t.begun, t.report = True, lambda p: reported.append((p.step, p.ended_early))
+    assert t.run()
+    assert reported == [(0, False), (1, True)]
+
+
 def test_an_update_is_reported_before_it_is_saved(tmp_path):
     def killed(progress):
         if progress.step == CONFIG.save_every:
