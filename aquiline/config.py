@@ -295,8 +295,10 @@ class TrainConfig:
     """A training run. Lengths are in tokens, learning rates per update."""
 
     optimizer: str = "muon"  # muon (matrices; AdamW for the rest) or adamw
-    learning_rate: float = 3e-3  # of Muon's matrices; with adamw, of everything
-    adamw_learning_rate: float = 1.5e-3  # of what Muon leaves to AdamW: lm_head, fc's norms, norms
+    learning_rate: float = 3e-3  # of Muon's matrices; adamw has no use for it
+    adamw_learning_rate: float = (
+        1.5e-3  # of what Muon leaves to AdamW: lm_head, norms, biases; with adamw, of everything
+    )
     weight_decay: float = 0.0
     warmup_share: float = 0.03  # of all steps
     final_share: float = 0.02  # the cosine ends at this share of the learning rate
@@ -310,9 +312,9 @@ class TrainConfig:
     draft_vocab_size: int | None = None  # None: that of the head the run starts from, else DEFAULT_DRAFT_VOCAB
     loss: str = "ce"  # ce: soft cross-entropy; lk: -log of the probability that the target accepts the draft's token
     feature_loss: bool = False  # only with the target's final state: also regress the next feature (train/ttt.py)
-    switches: tuple[str, ...] = ()  # of SWITCHES
+    switches: tuple[str, ...] = ()  # of SWITCHES; sorted, for their order means nothing
     init: str = "random"  # random, or target-layer: the head's layer starts as the target's last one
-    train_lm_head: bool = True  # False: lm_head stays the target's rows
+    train_lm_head: bool = True  # False: lm_head stays what it starts as
     checkpoint_activations: bool = False  # keep less for the backward, and compute it again there
     skip_outside: bool = True  # leave rows whose teacher arg-max is outside the draft vocabulary out of the loss
     eval_every: int = 100  # optimiser updates
@@ -329,6 +331,7 @@ class TrainConfig:
         for name in self.switches:
             require(name in SWITCHES, f"switch {name!r} is not known; known: {', '.join(SWITCHES)}")
         require(len(set(self.switches)) == len(self.switches), f"a switch is given twice: {', '.join(self.switches)}")
+        object.__setattr__(self, "switches", tuple(sorted(self.switches)))
         require(
             self.accumulate == 1 or not self.feature_loss,
             f"accumulate {self.accumulate} and the feature loss, an ablation, do not go together",

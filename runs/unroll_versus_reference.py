@@ -27,17 +27,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aquiline.api import load_chat
-from aquiline.config import TrainConfig, require
+from aquiline.config import DEFAULT_DRAFT_VOCAB, TrainConfig, require
 from aquiline.data.dataset import Document, packs, read_documents, token_counts
 from aquiline.data.features import compute
 from aquiline.files import checkpoint
 from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, versions
+from aquiline.measure.quiet import pause_file, quiet
 from aquiline.model.backend import fast_bf16
 from aquiline.model.draft import Draft
 from aquiline.model.vocab import VocabMap
 from aquiline.train.init import init_draft
-from aquiline.train.loop import autocast, make_optimizers, make_pack
+from aquiline.train.loop import autocast, make_pack
+from aquiline.train.optim import make_optimizers
 from aquiline.train.run import draft_config
 from aquiline.train.ttt import Pack, Plan, unroll
 
@@ -92,8 +94,8 @@ def prepare(folder: Path, target_spec: str, answers: str | None, length: int, up
         documents = [_random_document(number, length // 4, V) for number in range(8 * updates + 8)]
     else:
         documents = read_documents([Path(answers)], load_chat(target_spec), V, length).documents
-    config = TrainConfig(draft_vocab_size=min(TrainConfig.draft_vocab_size, V))
-    vocab = VocabMap.build(token_counts(documents, V), config.draft_vocab_size)
+    vocab = VocabMap.build(token_counts(documents, V), min(DEFAULT_DRAFT_VOCAB, V))
+    config = TrainConfig(draft_vocab_size=vocab.draft_vocab_size)
     draft = Draft(draft_config(target, config, length), vocab)
     init_draft(draft, target, compute(target, documents[:8]), config.seed)
     for size in (length, 2 * length):
@@ -159,8 +161,7 @@ def _in_process(*arguments: object) -> str:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All turns, and the ratios that are judged."""
-    _in_process("prepare", folder, options.target, options.answers or "", options.length, options.updates)
+    """All turns over the packs in `folder`, and the ratios that are judged."""
     turns: dict[str, list[dict[str, Any]]] = {"ours": [], "reference": []}
     for number in range(options.rounds):
         for way in list(turns) if number % 2 == 0 else list(turns)[::-1]:
@@ -197,10 +198,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        record = measure(options, Path(folder))
+        _in_process("prepare", folder, options.target, options.answers or "", options.length, options.updates)
+        with quiet(pause_file()) as found:
+            record = measure(options, Path(folder))
+    found.require()
     settings = {k: v for k, v in vars(options).items() if k != "out"} | {"autocast_bf16": fast_bf16("cpu")}
     settings["answers"] = options.answers and Path(options.answers).name
-    record |= {"settings": settings, "machine": machine(torch.device("cpu")), "versions": versions()}
+    where = machine(torch.device("cpu")) | found.record()
+    record |= {"settings": settings, "machine": where, "versions": versions()}
     write_json_atomic(options.out, record)
     print(json.dumps({k: v for k, v in record.items() if k.endswith(("_median", "_ratio", "_length", "_difference"))}))
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,10 @@ from aquiline.cli import main as cli
 from aquiline.config import DEFAULT_TREE
 from aquiline.files import checkpoint
 from aquiline.measure import quiet
+from aquiline.train.run import TrainingRun
 from tests.test_api import folders, load, make_draft  # noqa: F401 (a fixture)
 from tests.test_evaluate import PLAIN_KEYS
+from tests.test_quiet import taken
 from tests.tiny_chat import assistant, byte_chat, user
 
 decode, train = cli.decode, cli.train  # by way of main: verbs are declared in the order in which they are imported
@@ -38,7 +41,8 @@ FLAGS = {
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
         "--eval-every", "--save-every", "--seed", "--dtype", "--warm-start", "--accumulate", "--decode-every",
         "--patience", "--pause-file", "--dry-run",
-        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--checkpoint-activations", "--strict",
+        "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--keep-outside",
+        "--checkpoint-activations", "--strict",
     },
     "data answer": {
         "--target", "--draft", "--server", "--model", "--in-flight", "--temperature", "--max-new-tokens",
@@ -272,10 +276,20 @@ def state(out):
 
 
 @pytest.mark.filterwarnings("ignore:the data has")
-def test_a_dry_run_says_what_it_would_take_and_writes_nothing(aquiline, folders, answers, tmp_path):  # noqa: F811
+def test_a_dry_run_writes_nothing(aquiline, folders, answers, tmp_path, monkeypatch):  # noqa: F811
     shutil.copy(answers, tmp_path / "answers.jsonl")
-    code, _, err = aquiline(*train_arguments(folders, tmp_path / "answers.jsonl", tmp_path / "out", "--dry-run"))
+    pause, held, estimate = answers.parent / "pause", [], TrainingRun.estimate
+    seconds = iter([(0.0, 0.0), (3.0, 10.0)])
+    monkeypatch.setattr(quiet, "_processor_seconds", lambda: next(seconds))
+    monkeypatch.setattr(TrainingRun, "estimate", lambda run: held.append(taken(pause)) or estimate(run))
+    arguments = train_arguments(folders, tmp_path / "answers.jsonl", tmp_path / "out", "--dry-run")
+    code, _, err = aquiline(*arguments, "--pause-file", pause)
     assert code == 0
+    assert held == [True]
+    assert "warning: other processes took 30% of the machine meanwhile" in err
+    free = float(re.search(r"([0-9.]+) GiB are free", err)[1])
+    assert free == pytest.approx(shutil.disk_usage(tmp_path).free / 2**30, abs=2)
+    assert "as if no features were on disk yet" in err
     for fact in ("parameters are trained", "updates over", "s each", "in all", "GiB of memory", "GiB on disk"):
         assert fact in err
     assert "nothing was written" in err
@@ -374,7 +388,17 @@ def test_every_kind_of_head_is_trained_and_decoded(aquiline, folders, answers, t
     monkeypatch.setenv("COLUMNS", "200")  # of the table
     kinds = {
         "top": ["--capture-after", "top", "--feature-loss", "--ttt-steps", 1, "--switch", "norm_output"],
-        "switches": ["--loss", "lk", "--switch", "fc_norm", "--switch", "qk_norm", "--switch", "attention_bias"],
+        "switches": [
+            "--loss",
+            "lk",
+            "--switch",
+            "fc_norm",
+            "--switch",
+            "qk_norm",
+            "--switch",
+            "attention_bias",
+            "--keep-outside",
+        ],
         "copied": ["--init", "target-layer", "--freeze-lm-head", "--checkpoint-activations"],
     }
     for name, flags in kinds.items():
@@ -399,7 +423,8 @@ def test_every_kind_of_head_is_trained_and_decoded(aquiline, folders, answers, t
     assert (config["fc_norm"], config["attention_bias"]) == (True, True)
     assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
     run = json.loads((tmp_path / "switches" / "head" / "run.json").read_text())
-    assert run["training"]["switches"] == ["fc_norm", "qk_norm", "attention_bias"]
+    assert run["training"]["switches"] == ["attention_bias", "fc_norm", "qk_norm"]  # sorted
+    assert run["training"]["skip_outside"] is False
     # The state is gone: the head is recognised as this run's own, though JSON knows no tuples.
     shutil.rmtree(tmp_path / "switches" / "state")
     arguments = train_arguments(folders, answers, tmp_path / "switches", *kinds["switches"], "--epochs", 1)

@@ -9,7 +9,7 @@ import torch
 from aquiline.config import AquilineWarning, TrainConfig, UserError
 from aquiline.data.features import compute
 from aquiline.train.init import init_draft
-from aquiline.train.loop import make_optimizers
+from aquiline.train.optim import make_optimizers
 from tests.conftest import randomise, tiny_draft, tiny_target
 from tests.test_features import document
 
@@ -25,7 +25,7 @@ def initialised(draft, target, init="target-layer"):
     ("family", "switches"), [({}, {}), (QWEN2, {"attention_bias": True}), (QWEN3, {"qk_norm": True})]
 )
 def test_from_the_state_that_enters_the_last_layer_the_draft_computes_the_targets_logits(family, switches):
-    target = tiny_target(capture_after=(6,), **family)  # of eight layers: what the last one reads
+    target = tiny_target(capture_after=(1, 3, 6), **family)  # of eight layers; the last one reads what leaves layer 6
     draft = tiny_draft(target, **switches)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -34,7 +34,7 @@ def test_from_the_state_that_enters_the_last_layer_the_draft_computes_the_target
     out = target(ids, positions)
     expected = target.logits(out.last_BND)[..., draft.vocab.target_ids_W]
     for embeds in (torch.zeros(1, 12, 32), torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(0))):
-        got = draft.logits(draft(embeds, out.aux_BNA, positions).hidden_BNH)
+        got = draft.logits(draft(embeds, draft.fuse(out.aux_BNA), positions).hidden_BNH)
         assert torch.allclose(got, expected, atol=1e-4)
     assert set(sources) == {n for n, _ in draft.named_parameters()}
     copied = {n for n, source in sources.items() if source.startswith("the target's")}
@@ -62,6 +62,9 @@ def test_the_half_that_reads_the_embedding_learns_from_the_first_update_on():
         ({}, {"qk_norm": True}, "the head norms them and the target does not"),
         ({"o_bias": True}, {}, "the bias of o_proj, which heads never have"),
         ({"mlp_bias": True}, {}, "gate_proj, .* up_proj, .* down_proj, "),
+        ({}, {"norm_before_residual": True}, r"the residual stream, .*\(norm_before_residual\): the head"),
+        ({}, {"fc_norm": True}, "a norm precedes it: fc starts random"),
+        ({}, {"norm_before_fc": True}, "a norm precedes it: fc starts random"),
     ],
 )
 def test_what_is_not_copied_is_said(family, switches, words):

@@ -81,6 +81,20 @@ def test_a_loss_that_is_no_number_is_null(tmp_path):
     assert "nan" not in (tmp_path / "run.svg").read_text()
 
 
+def test_the_evaluation_before_the_first_update_has_no_loss(tmp_path):
+    start = progress(0, tau=1.25, loss=float("nan"))
+    start.accuracy = []
+    with RunLog(tmp_path, {}) as log:
+        log.add(start)
+        assert points((tmp_path / "run.svg").read_text())[-2:] == [[(60.0, 752.1)], [(60.0, 593.8)]]
+        log.add(progress(1, tau=1.5))
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"], row["evaluation"]["tau"]) for row in rows] == [(0, None, 1.25), (1, 9.0, 1.5)]
+    loss, first, second, walk, _ = points((tmp_path / "run.svg").read_text())
+    assert [len(line) for line in (loss, first, second, walk)] == [1, 1, 1, 2]
+    assert not [e for e in events(tmp_path / "tensorboard") if e.step == 0 and "train/loss" in str(e.summary)]
+
+
 class Wandb(types.ModuleType):
     def __init__(self):
         super().__init__("wandb")
@@ -97,12 +111,12 @@ class Wandb(types.ModuleType):
 def test_weights_and_biases_takes_part_only_where_it_is_set_up(tmp_path, monkeypatch):
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    settings = {"documents": "abc", "training": {"seed": 0}}
+    settings = {"documents": "abc", "training": {"seed": 0, "patience": 1}}
     with RunLog(tmp_path, settings) as log:
         log.add(progress(1))
     assert wandb.started == []
     monkeypatch.setenv("WANDB_PROJECT", "heads")
-    for changed in ({}, {}, {"documents": "other"}):
+    for changed in ({}, {"training": {"seed": 0, "patience": 2}}, {"documents": "other"}):  # patience may change
         with RunLog(tmp_path, settings | changed) as log:
             log.add(progress(2, tau=1.5))
     ids = [s["id"] for s in wandb.started]

@@ -130,6 +130,13 @@ def test_muon_trains_matrices_and_adamw_the_rest():
     assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.mlp.down_proj.weight"} <= of_muon
 
 
+def test_adamw_has_a_rate_of_its_own_whatever_it_trains():
+    rates = {"learning_rate": 0.5, "adamw_learning_rate": 0.25}
+    for optimizer, expected in (("muon", [0.5, 0.25]), ("adamw", [0.25])):
+        made = make_optimizers(tiny_draft(tiny_target()), TrainConfig(optimizer=optimizer, **rates))
+        assert [g["lr"] for o in made for g in o.param_groups] == expected
+
+
 def test_float32_muon_follows_torchs_muon():
     generator = torch.Generator().manual_seed(0)
     start, grads = torch.randn(24, 16, generator=generator), torch.randn(3, 24, 16, generator=generator)
@@ -158,15 +165,20 @@ def test_schedule_warms_up_and_ends_low():
     assert all(a >= b for a, b in itertools.pairwise(shares[3:]))
 
 
-def test_every_captured_layer_starts_with_the_same_weight():
+@pytest.mark.parametrize("switch", [None, "fc_norm", "norm_before_fc"])
+def test_every_captured_layer_starts_with_the_same_weight(switch):
     target = tiny_target()
-    draft = tiny_draft(target)
+    draft = tiny_draft(target, **({} if switch is None else {switch: True}))
     features = compute(target, [document(30, 0)])
     features.aux_TA[:, 32:64] *= 50
     features.aux_TA[0, 70] = 1e5  # a massive activation must not rule the scale
     init_draft(draft, target, features, 0)
-    for part, x in zip(draft.fc.weight.chunk(3, 1), features.aux_TA.chunk(3, 1), strict=True):
-        size = float((x @ part.detach().t()).pow(2).mean(-1).sqrt().median())
+    weight = draft.fc.weight.detach().clone()
+    for layer in range(3):  # its part of the feature: the other layers weigh nothing
+        with torch.no_grad():
+            draft.fc.weight.zero_()
+            draft.fc.weight[:, 32 * layer : 32 * layer + 32] = weight[:, 32 * layer : 32 * layer + 32]
+            size = float(draft.fuse(features.aux_TA).pow(2).mean(-1).sqrt().median())
         assert 0.4 < size < 0.8  # three layers of this size add up to about one
     assert torch.equal(draft.lm_head.weight, target.head_weight[draft.vocab.target_ids_W])
 
@@ -176,7 +188,7 @@ def test_every_setting_reaches_the_unroll(monkeypatch):
     config = TrainConfig(ttt_steps=2, ttt_decay=0.5, **settings)
     monkeypatch.setattr(loop, "unroll", lambda draft, pack, head, *steps, **given: (steps, given))
     got = loop.configured_unroll(tiny_draft(tiny_target()), None, None, config)
-    assert got == ((2, 0.5), settings)
+    assert got == ((2, 0.5), settings | {"update_rows": None})
 
 
 def test_the_targets_features_are_computed_in_its_own_precision_whatever_the_draft_trains_in(tmp_path, monkeypatch):
@@ -238,6 +250,58 @@ def test_a_run_that_gets_no_better_ends_early_and_stays_ended(tmp_path, monkeypa
     again.report = lambda p: pytest.fail("trained on")
     assert again.run()
     assert next(made, None) is None
+
+
+def test_a_head_that_was_begun_before_is_measured_first_and_only_surpassed(tmp_path, monkeypatch):
+    made = iter([1.5, 1.2, 1.4])
+    monkeypatch.setattr(loop, "evaluate", lambda *a: loop.Evaluation([], [], next(made), []))
+    config = dataclasses.replace(CONFIG, eval_every=1, patience=2)
+    saved, reported = [], []
+    t = trainer(tmp_path, config, saved)
+    t.begun, start = True, weights(t)
+    t.save_head = lambda draft, record: saved.append((record["best"], torch.equal(weights(t), start)))
+    assert not t.run(lambda: True)  # stopped before the first update, behind the evaluation
+    again = trainer(tmp_path, config, saved)
+    again.begun = True
+    again.report = lambda p: reported.append((p.step, p.evaluation.tau, p.ended_early))
+    assert again.run()
+    assert saved == [({"tau": 1.5, "step": 0}, True)]
+    assert reported == [(1, 1.2, False), (2, 1.4, True)]
+    state = torch.load(tmp_path / "state.pt")["state"]
+    assert (state["best"], state["best_step"], state["since_best"]) == (1.5, 0, 2)
+    assert [(row["step"], row["train_loss"] is None) for row in state["history"]] == [(0, True), (1, False), (2, False)]
+
+
+def test_a_start_without_a_cycle_does_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "evaluate", lambda *a: loop.Evaluation([], [], None, []))
+    reported = []
+    t = trainer(tmp_path, dataclasses.replace(CONFIG, eval_every=1, patience=1))
+    t.begun, t.report = True, lambda p: reported.append((p.step, p.ended_early))
+    assert t.run()
+    assert reported == [(0, False), (1, True)]
+
+
+def test_an_update_is_reported_before_it_is_saved(tmp_path):
+    def killed(progress):
+        if progress.step == CONFIG.save_every:
+            raise KeyboardInterrupt
+
+    t = trainer(tmp_path)
+    t.report = killed
+    with pytest.raises(KeyboardInterrupt):
+        t.run()
+    assert not (tmp_path / "state.pt").exists()  # the update is done, and reported, once more
+
+
+def test_the_held_out_loss_is_the_mean_over_every_scored_row(tmp_path):
+    t = trainer(tmp_path)
+    t.held_out.documents[0].supervised[4:] = False  # documents differ in how many of their rows are scored
+    found = loop.evaluate(t.draft, t.target, t.held_out, CONFIG, t.head_rows_WD)
+    documents = t.held_out.documents
+    pack = loop.make_pack(documents, compute(t.target, documents), t.draft, t.target)
+    _, stats = loop.configured_unroll(t.draft, pack, t.head_rows_WD, CONFIG)
+    assert found.loss == pytest.approx(stats.loss, rel=1e-4)
+    assert any(scored < rows for scored, rows in zip(stats.scored, stats.rows, strict=True))
 
 
 def test_the_count_of_evaluations_without_progress_is_resumed(tmp_path, monkeypatch):

@@ -16,7 +16,8 @@ from tests.test_api import END, folders  # noqa: F401 (a fixture)
 def train(folder, data, target, *more: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
     command = ["-m", "aquiline", "train", str(data), "--out", str(folder), "--target", str(target)]
     command += ["--batch-tokens", "24", "--epochs", "2", "--held-out", "2", "--eval-every", "3", "--decode-every", "0"]
-    command += ["--draft-vocab-size", "64", "--ttt-steps", "3", "--dtype", "float32", *more]
+    command += ["--ttt-steps", "3", "--dtype", "float32", "--patience", "50", *more]
+    command += ["--warm-start", str(target.parent / "draft")]  # so that there is an evaluation before the first update
     if processes > 1:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *command]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -45,6 +46,8 @@ def test_two_processes_do_what_one_does_with_twice_the_packs(folders, data, tmp_
         lines = (tmp_path / name / "log.jsonl").read_text().splitlines()
         logs.append([json.loads(line) for line in lines])
     assert len(logs[0]) == len(logs[1]) > 4
+    starts = [log.pop(0) for log in logs]
+    assert [(row["step"], row["evaluation"]["tau"]) for row in starts] == 2 * [(0, starts[0]["evaluation"]["tau"])]
     for one, two in zip(*logs, strict=True):
         assert (one["step"], one["tokens"]) == (two["step"], two["tokens"])
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)

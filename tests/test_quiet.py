@@ -1,10 +1,12 @@
 """The pause file and the load: between processes, for those who come, go, and are killed."""
 
+import shutil
 import subprocess
 import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +78,24 @@ def test_a_measurement_waits_until_every_update_is_over_and_for_other_measuremen
         thread.join(10)
     assert [order[0][2:], order[1], order[2][2:]] == ["begins", f"{order[0][0]} ends", "begins"]
     assert len(order) == 4
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="flock is not installed")
+def test_any_command_waits_for_the_update_as_the_readme_says(tmp_path):
+    path, readme = tmp_path / "pause", Path(__file__).parents[1] / "README.md"
+    assert "`flock FILE flock FILE.busy command`" in " ".join(readme.read_text("utf-8").split())
+    run = GiveWay(path)
+    run(never)
+    command = subprocess.Popen(["flock", path, "flock", f"{path}.busy", "true"])
+    try:
+        while not taken(path):
+            time.sleep(0.05)
+        with pytest.raises(subprocess.TimeoutExpired):
+            command.wait(0.5)  # the update goes on
+        run.close()
+        assert command.wait(60) == 0
+    finally:
+        command.kill()
 
 
 def test_without_a_pause_file_nobody_waits(monkeypatch):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from aquiline.config import AquilineWarning, TrainConfig, UserError
+from aquiline.config import TOP, AquilineWarning, TrainConfig, UserError
 from aquiline.data.chat import Chat
 from aquiline.data.dataset import token_counts
 from aquiline.files import checkpoint
@@ -124,27 +124,53 @@ def test_a_warm_start_keeps_weights_map_layers_and_switches(folders, other_data,
     known = sum(int(counted[i]) for i in before.vocab.target_ids_W.tolist())
     assert run.record["data"]["coverage"] == pytest.approx(known / int(counted.sum()))
     sha256 = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()
-    assert run.record["warm_start"] == {"head": "first/head", "sha256": sha256, "step": 625, "tokens": 1000}
+    assert run.record["warm_start"] == {"head": "first/head", "sha256": sha256, "step": 625, "tokens": 1000,
+                                         "switches": ["norm_output"]}  # fmt: skip
     assert {row[3] for row in run.tensors()[1:]} == {"first/head"}
 
     assert run.run(lambda _: None)
     after = checkpoint.load_draft(tmp_path / "out" / "head", target)
     assert torch.equal(after.vocab.target_ids_W, before.vocab.target_ids_W)  # pitfall: learnt on other tokens, same d2t
-    assert not torch.equal(after.fc.weight, before.fc.weight)
     found = json.loads((tmp_path / "out" / "head" / "run.json").read_text())
     assert found["warm_start"] == run.record["warm_start"]
-    assert found["best"]["step"] >= 1
+    assert found["history"][0]["step"] == 0
+    assert torch.equal(after.fc.weight, before.fc.weight) == (found["best"]["step"] == 0)
+    trained = torch.load(tmp_path / "out" / "state" / "state.pt")["draft"]
+    assert not torch.equal(trained["fc.weight"], before.fc.weight)
     assert prepare(warm_start=head).run(lambda _: None)  # the same command: nothing left to do
 
     with pytest.raises(UserError, match=r"belongs to another run: .*draft_vocabulary"):
         prepare(dataclasses.replace(config, draft_vocab_size=200), capture_after=(0, 2, 5))  # without the warm start
     for more, words in (
         ({"config": dataclasses.replace(config, draft_vocab_size=64)}, "has a draft vocabulary of 200"),
-        ({"capture_after": (1, 3, 4)}, r"reads the states after layers \[0, 2, 5\]"),
+        ({"capture_after": (1, 3, 4)}, r"has --capture-after \[0, 2, 5\], and \[1, 3, 4\] was asked for"),
+        ({"capture_after": TOP}, r"\[0, 2, 5\], and top was asked for"),
+        (
+            {"config": dataclasses.replace(config, switches=("fc_norm", "norm_output"))},
+            r"norm_output on, .*and fc_norm was asked for: leave --switch out",
+        ),
+        ({"config": dataclasses.replace(config, init="target-layer")}, "init target-layer was asked for: leave --init"),
     ):
         with pytest.raises(UserError, match=words):
             prepare(warm_start=head, **more)
-    prepare(dataclasses.replace(config, draft_vocab_size=200), warm_start=head, capture_after=(0, 2, 5))
+    given = dataclasses.replace(config, draft_vocab_size=200, switches=("norm_output",))
+    with pytest.raises(UserError, match="switches: "):  # other settings than the run began with, and nothing else
+        prepare(given, warm_start=head, capture_after=(0, 2, 5)).run(lambda _: None)
+    make_draft(head, target, norm_output=True, seed=7)
+    with pytest.raises(UserError, match=r"goes on only with the head it began from .*unchanged"):
+        prepare(warm_start=head)
+
+
+def test_the_feature_loss_has_its_conditions(folders, other_data, tmp_path, monkeypatch):  # noqa: F811
+    make_draft(tmp_path / "top", checkpoint.load_target(folders / "target", torch.float32, "cpu", TOP))
+    config = TrainConfig(held_out=1, feature_loss=True)
+    arguments = [other_data], tmp_path / "out", folders / "target", Chat.from_folder(folders / "target", [END]), config
+    assert TrainingRun.prepare(*arguments, warm_start=tmp_path / "top").draft.config.top
+    with pytest.raises(UserError, match="add --capture-after top"):
+        TrainingRun.prepare(*arguments, warm_start=folders / "draft")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="for one process, and 2 were started"):
+        TrainingRun.prepare(*arguments, warm_start=tmp_path / "top")
 
 
 def test_a_warm_start_warns_of_other_weights_and_refuses_another_structure(folders, other_data, tmp_path):  # noqa: F811

@@ -1,6 +1,7 @@
 """What a killed run leaves behind, and what its state may be gone on from."""
 
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from aquiline.config import UserError
+from aquiline.config import TrainConfig, UserError
+from aquiline.train.loop import Evaluation
+from aquiline.train.state import changed_settings
 from tests.test_loop import CONFIG, trainer, weights
 
 KILLED = """
@@ -98,3 +101,27 @@ def test_a_state_of_a_later_version_is_refused(tmp_path, part, words):
     torch.save(saved, tmp_path / "state.pt")
     with pytest.raises(UserError, match=words.replace("brand_new", '[^"]*brand_new')):
         trainer(tmp_path).run()
+
+
+def test_settings_read_from_json_are_the_same_ones_and_switches_have_no_order():
+    for switches in ((), ("qk_norm", "fc_norm")):
+        config = TrainConfig(switches=switches)
+        assert changed_settings(json.loads(json.dumps(dataclasses.asdict(config))), config) == []
+        assert changed_settings(dataclasses.asdict(config), config) == []
+    assert config == TrainConfig(switches=("fc_norm", "qk_norm"))
+    assert changed_settings({"switches": ["qk_norm", "fc_norm"]}, config) == []
+    assert changed_settings({"switches": ["qk_norm"]}, config) == ["switches: ('qk_norm',) -> ('fc_norm', 'qk_norm')"]
+
+
+def test_what_changes_no_update_may_change_and_a_run_that_ended_early_goes_on_with_more_patience(tmp_path, monkeypatch):
+    monkeypatch.setattr("aquiline.train.loop.evaluate", lambda *a: Evaluation([], [], 1.5, []))
+    t = trainer(tmp_path, dataclasses.replace(CONFIG, eval_every=1, patience=1))
+    assert t.run()
+    assert torch.load(tmp_path / "state.pt")["state"]["step"] == 2 < t.total
+    other = {"save_every": 1, "decode_every": 0, "checkpoint_activations": True, "patience": 3}
+    again = trainer(tmp_path, dataclasses.replace(CONFIG, eval_every=1, **other))
+    assert again.run()
+    assert torch.load(tmp_path / "state.pt")["state"]["step"] == 4
+    less = trainer(tmp_path, dataclasses.replace(CONFIG, eval_every=1, patience=2))
+    less.report = lambda p: pytest.fail("trained on")
+    assert less.run()

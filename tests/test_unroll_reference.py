@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from aquiline.config import UserError
 from aquiline.data.features import compute
 from aquiline.train.loop import make_pack
 from aquiline.train.ttt import unroll
 from tests.conftest import tiny_draft, tiny_target
 from tests.test_api import make_target
+from tests.test_quiet import taken
 from tests.test_ttt import check_equal, documents
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "runs" / "unroll_versus_reference.py"))
@@ -40,3 +42,27 @@ def test_both_ways_train_on_the_same_packs(tmp_path, answers):
     assert done["ours"]["tokens"] == done["reference"]["tokens"] == 128
     assert SCRIPT["work"](tmp_path, "ours", 128, 3)["tokens"] == 256
     assert torch.load(tmp_path / "packs-64.pt")[0]["starts"][-1] == 64
+
+
+def test_the_machine_is_quiet_while_it_is_measured_and_no_record_is_made_of_a_busy_one(tmp_path, monkeypatch):
+    pause, held, turn = tmp_path / "pause", [], {"tokens_per_second": 2.0, "peak_mib": 3.0, "losses": [1.0]}
+
+    def in_process(part, *_):
+        held.append((part, pause.exists() and taken(pause)))
+        return json.dumps(turn)
+
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "_in_process", in_process)
+    monkeypatch.setattr("sys.argv", ["x", str(tmp_path / "out.json"), "--rounds", "1"])
+    monkeypatch.setenv("AQUILINE_PAUSE_FILE", str(pause))
+    for load in (4.0, 0.0):
+        seconds = iter([(0.0, 0.0), (load, 10.0)])
+        monkeypatch.setattr("aquiline.measure.quiet._processor_seconds", lambda seconds=seconds: next(seconds))
+        if load:
+            with pytest.raises(UserError, match="others took 40%"):
+                SCRIPT["main"]()
+            assert not (tmp_path / "out.json").exists()
+    SCRIPT["main"]()
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["machine"]["pause_file"] is True
+    assert found["machine"]["load"] == 0.0
+    assert held == 2 * [("prepare", False), ("work", True), ("work", True), ("work", True)]

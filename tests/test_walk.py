@@ -80,11 +80,11 @@ def learn(
     draft = tiny_draft(target, draft_vocab_size=draft_vocab_size, **switches)
     head = target.head_weight[draft.vocab.target_ids_W]
     pack = make_pack([doc], compute(target, [doc]), draft, target)
-    config = TrainConfig(ttt_steps=ttt_steps, optimizer="adamw", learning_rate=3e-3)
+    config = TrainConfig(ttt_steps=ttt_steps, optimizer="adamw", adamw_learning_rate=3e-3)
     (optimizer,) = make_optimizers(draft, config)
     stats = None
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = config.learning_rate * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = config.adamw_learning_rate * (1 - step / steps)
         optimizer.zero_grad()
         loss, stats = unroll(draft, pack, head, ttt_steps, 1.0)
         loss.backward()

@@ -65,15 +65,21 @@ def train(
         str, typer.Option("--init", help="random, or target-layer: a copy of the target's last layer.")
     ] = TrainConfig.init,
     freeze_lm_head: Annotated[
-        bool, typer.Option("--freeze-lm-head", help="Keep the target's rows as the draft's head.")
+        bool, typer.Option("--freeze-lm-head", help="Do not train lm_head: it stays what the run begins with.")
+    ] = False,
+    keep_outside: Annotated[
+        bool,
+        typer.Option("--keep-outside", help="Do not leave rows out of the loss whose best token it cannot propose."),
     ] = False,
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Less memory, more time.")
     ] = False,
     optimizer: Annotated[str, typer.Option("--optimizer", help="muon or adamw.")] = TrainConfig.optimizer,
-    learning_rate: Annotated[float, typer.Option("--learning-rate")] = TrainConfig.learning_rate,
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", help="Of what muon trains: the matrices.")
+    ] = TrainConfig.learning_rate,
     adamw_learning_rate: Annotated[
-        float, typer.Option("--adamw-learning-rate", help="Of what muon leaves to AdamW.")
+        float, typer.Option("--adamw-learning-rate", help="Of what muon leaves to AdamW; with adamw, of everything.")
     ] = TrainConfig.adamw_learning_rate,
     held_out: Annotated[
         int, typer.Option("--held-out", help="Greedy rows kept apart to measure tau.")
@@ -99,7 +105,7 @@ def train(
         draft_vocab_size=draft_vocab_size, eval_every=eval_every, decode_every=decode_every, patience=patience,
         save_every=save_every, held_out=held_out, seed=seed,
         loss=loss, feature_loss=feature_loss, switches=tuple(switch or ()), init=init,
-        train_lm_head=not freeze_lm_head, checkpoint_activations=checkpoint_activations,
+        train_lm_head=not freeze_lm_head, skip_outside=not keep_outside, checkpoint_activations=checkpoint_activations,
     )  # fmt: skip
     layers = None if capture_after is None else _layers(capture_after)
     from aquiline import api
@@ -115,7 +121,7 @@ def train(
     )  # fmt: skip
     if dry_run:
         _print_run(run)
-        _print_estimate(run)
+        _print_estimate(run, pause_file)
         return
     stopped: list[int] = []
     with Processes.joined() as processes, progress() as bar:
@@ -155,6 +161,7 @@ def _plain_command(arguments: Sequence[str]) -> list[str]:
 
 def _print_run(run: "TrainingRun") -> None:
     from aquiline.data.features import FeatureStore
+    from aquiline.files.disk import free_bytes
 
     table = Table(title="what the draft computes with")
     for name in ("tensor", "shape", "", "from"):
@@ -183,22 +190,30 @@ def _print_run(run: "TrainingRun") -> None:
     )
     trained, frozen = run.parameters()
     note(f"{trained:,} parameters are trained, {frozen:,} frozen")
-    note(f"features: {needed / 2**30:.2f} GiB on disk, {kept}")
+    free = free_bytes(run.features or run.out)
+    note(f"features: {needed / 2**30:.2f} GiB on disk, {kept}; {free / 2**30:.2f} GiB are free there")
     if (run.out / "state" / "state.pt").exists():
         note(f"going on from the state in {run.out}")
 
 
-def _print_estimate(run: "TrainingRun") -> None:
+def _print_estimate(run: "TrainingRun", pause_file: Path | None) -> None:
     """What `--dry-run` adds. Really decoding now and then is not in the time."""
-    note("trying a few updates")
-    e = run.estimate()
+    from aquiline.measure.quiet import quiet
+
+    if pause_file is not None:
+        note("waiting until training runs stand still")
+    with quiet(pause_file) as machine:
+        note("trying a few updates")
+        e = run.estimate()
     minutes = e.seconds / 60
     note(
         f"{e.updates} updates over {e.tokens} tokens, {e.update_seconds:.1f} s each ({e.features_share:.0%} of it "
         f"for the target's states); an evaluation {e.evaluation_seconds:.0f} s; about "
         + (f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours")
-        + f" in all; {e.memory / 2**30:.1f} GiB of memory"
+        + f" in all, as if no features were on disk yet; {e.memory / 2**30:.1f} GiB of memory"
     )
+    if machine.loaded:
+        note(f"warning: other processes took {machine.load:.0%} of the machine meanwhile: the times are too long")
     note("nothing was written")
 
 
@@ -215,7 +230,9 @@ def _training_report(bar: Progress) -> "Callable[[loop.Progress], None]":
                 tau += f" · decoded {tree} {value:.2f}"
         accuracy = " ".join(f"{a:.2f}" for a in progress.accuracy)
         skipped = f" · {progress.skipped} updates skipped, not finite" if progress.skipped else ""
-        line = f"loss {progress.loss:.3f} · accuracy {accuracy}{tau}{skipped}"
+        line = (
+            f"loss {progress.loss:.3f} · accuracy {accuracy}{tau}{skipped}" if progress.step else f"at the start{tau}"
+        )
         bar.update(task, completed=progress.step, total=progress.total, note=line)
         if bar.disable and (progress.evaluation is not None or progress.step % 10 == 0 or progress.step == 1):
             note(f"{progress.step}/{progress.total} · {progress.seconds / 60:.1f} min · {line}")

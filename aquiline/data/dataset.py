@@ -1,4 +1,4 @@
-"""Conversations and stored answers to documents, and documents to packs of one optimiser update.
+"""Conversations and stored answers to documents, and documents to packs, which go through the models as one.
 
 A document is token ids plus, per token, whether THIS target wrote it: only such tokens are supervised.
 """
@@ -230,9 +230,10 @@ def hold_out(documents: list[Document], count: int, seed: int) -> tuple[list[Doc
 
 
 def packs(documents: Sequence[Document], batch_tokens: int, seed: int, epoch: int) -> Iterator[list[int]]:
-    """The epoch's updates, as lists of document numbers of at most `batch_tokens` tokens together, in a shuffled order.
+    """The epoch's packs: lists of document numbers, of at most `batch_tokens` tokens together, in a shuffled order.
 
-    A longer document makes a pack of its own. The order depends on nothing but the arguments.
+    An update takes one or several of them. A longer document makes a pack of its own. The order depends on nothing but
+    the arguments.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     pack: list[int] = []

@@ -106,6 +106,13 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     shutil.copymode(folder / "config.json", path)  # safetensors makes it readable by its owner only
 
 
+def free_bytes(path: Path) -> int:
+    """On the disk where it is, or would be made."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, have reached the disk."""
     handle = os.open(path, os.O_RDONLY)

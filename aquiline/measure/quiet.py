@@ -6,7 +6,8 @@ The pause file holds no text; what counts are locks, which end with their proces
     PATH.busy   held, shared, by every training run during an update
 
 A measurement takes PATH, then waits for PATH.busy. A run takes PATH.busy, then looks whether PATH is free, so that one
-of the two always sees the other. `flock PATH command` pauses training for any other command.
+of the two always sees the other. `flock PATH flock PATH.busy command` does the same for any other command; with PATH
+alone it would begin while an update still goes on.
 """
 
 import contextlib

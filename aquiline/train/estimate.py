@@ -13,7 +13,10 @@ _DOCUMENTS = 4  # held-out ones
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of the whole run, from its first update to its last; real decoding on the way is not in it."""
+    """Of the whole run, from its first update to its last; real decoding on the way is not in it.
+
+    Features that are on disk already are not considered: the first epoch is taken to compute all of them.
+    """
 
     updates: int
     tokens: int  # token passes
@@ -54,7 +57,7 @@ def estimate(trainer: Trainer, *, keeps_features: bool) -> Estimate:
     seconds = update_seconds / timed_tokens * tokens
     if keeps_features and config.epochs > 1:
         seconds -= feature_seconds / timed_tokens * (tokens - sum(lengths))
-    seconds += evaluation * -(-trainer.total // config.eval_every)
+    seconds += evaluation * (-(-trainer.total // config.eval_every) + trainer.begun)
     return Estimate(
         trainer.total,
         tokens,

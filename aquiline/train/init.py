@@ -2,10 +2,11 @@
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aquiline.config import AquilineWarning, TrainConfig, require
 from aquiline.data.features import Features
@@ -20,9 +21,10 @@ def init_draft(
     """`lm_head` starts as the target's rows; the rest is random (std 0.02), with `fc` scaled to the captured states.
 
     Their sizes differ tenfold between layers: each layer's part of `fc` is divided by the median root mean square of
-    its states in `features`, so that every layer adds to a feature of about unit size. (The mean would be ruled by the
-    few tokens with massive activations.) With `init` target-layer, the layer and `norm` are then copied from the
-    target. Returns the origin of every tensor, by name, in words.
+    what it reads in `features` (of the states behind their norms, where the head has such norms), so that every layer
+    adds to a feature of about unit size. (The mean would be ruled by the few tokens with massive activations.) With
+    `init` target-layer, the layer and `norm` are then copied from the target, and `fc` passes the high captured state
+    through. Returns the origin of every tensor, by name, in words.
     """
     generator = torch.Generator().manual_seed(seed)
     sources: dict[str, str] = {}
@@ -35,7 +37,7 @@ def init_draft(
             p.fill_(0.0 if bias else 1.0)
             sources[name] = "zeros" if bias else "ones"
     if draft.fc is not None:
-        states = features.aux_TA.float().chunk(len(draft.config.capture_after), dim=-1)
+        states = _entering_fc(draft, features.aux_TA.float())
         for part, x in zip(draft.fc.weight.chunk(len(states), dim=1), states, strict=True):
             rms = float(x.pow(2).mean(-1).sqrt().median())
             part.div_(0.02 * draft.fc.in_features**0.5 * max(rms, 1e-6))
@@ -48,9 +50,20 @@ def init_draft(
     return sources
 
 
+def _entering_fc(draft: Draft, aux_TA: Tensor) -> Sequence[Tensor]:
+    """Per captured layer, what `fc` reads of it."""
+    if draft.input_norm is not None:
+        aux_TA = draft.input_norm(aux_TA)
+    states = aux_TA.chunk(len(draft.config.capture_after), dim=-1)
+    if draft.fc_norm is None:
+        return states
+    return [norm(x) for norm, x in zip(draft.fc_norm, states, strict=True)]
+
+
 def _copy_last_layer(draft: Draft, target: Target) -> dict[str, str]:
-    """The draft's layer and `norm` from the target's last layer and final norm: given the state that enters that layer
-    as the feature, the draft then computes the target's own logits.
+    """The draft's layer and `norm` from the target's last layer and final norm, and `fc` the identity of the high
+    captured state: where that is the state that enters the last layer, the draft computes the target's own logits. A
+    state captured some layers earlier is at least of the same basis, which a random `fc` would not leave.
 
     Of q, k and v the half that reads the feature is copied, with the norm before it, and the half that reads the
     embedding starts as zeros, not random, so that the copied attention is undisturbed; it learns from the first update
@@ -91,10 +104,18 @@ def _copy_last_layer(draft: Draft, target: Target) -> dict[str, str]:
         dropped.append("the norms of q and k (switch qk_norm on to have them)")
     if theirs.self_attn.q_norm is None and attention.q_norm is not None:
         dropped.append("the sizes of q and k, as the head norms them and the target does not")
+    if ours.norm_before_residual:
+        dropped.append("the residual stream, which the head norms and the target does not (norm_before_residual)")
+    if draft.input_norm is not None or draft.fc_norm is not None:
+        dropped.append("an fc that passes the high captured state through, for a norm precedes it: fc starts random")
+    elif draft.fc is not None:
+        draft.fc.weight.zero_()
+        draft.fc.weight[:, -target.config.hidden_size :].fill_diagonal_(1.0)
+        sources["fc.weight"] = "passes the high captured state through"
     if dropped:
         warnings.warn(
-            f"init target-layer copies the target's last layer without {'; '.join(dropped)}: the head starts with "
-            "another attention than the target's",
+            f"init target-layer copies the target's last layer without {'; '.join(dropped)}: the head starts as "
+            "another layer than the target's",
             AquilineWarning,
             stacklevel=3,
         )

@@ -1,6 +1,7 @@
 """What a run says of itself: a line an update, TensorBoard, a plot, and Weights & Biases where set up.
 
-A resumed run repeats the updates since its last save: what had been written about them is dropped first.
+A resumed run repeats the updates since its last save: what the files say of them is dropped first. Weights & Biases
+takes nothing back and no step twice, so there the earlier values stay.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from aquiline.config import AquilineWarning
 from aquiline.files.disk import one_line, write_text_atomic
 from aquiline.train.loop import Progress
 from aquiline.train.plot import plot
+from aquiline.train.state import MAY_CHANGE
 
 _WANDB = ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_MODE")  # one of them set: the user wants it
 
@@ -75,7 +77,9 @@ class RunLog:
 
 def scalars(progress: Progress) -> dict[str, float]:
     """What is drawn over the updates, by name."""
-    values: dict[str, float | None] = {"train/loss": progress.loss, "train/tokens": progress.tokens}
+    values: dict[str, float | None] = {"train/tokens": progress.tokens}
+    if progress.step > 0:  # before the first update there is no loss
+        values["train/loss"] = progress.loss
     values |= {f"train/accuracy_{k}": a for k, a in enumerate(progress.accuracy)}
     evaluation = progress.evaluation
     if evaluation is not None:
@@ -105,7 +109,8 @@ def _start_wandb(folder: Path, settings: dict[str, Any]) -> Any:
         import wandb
     except ImportError:
         return None
-    facts = [str(folder.resolve()), settings.get("documents"), settings.get("training")]
+    training = {k: v for k, v in settings.get("training", {}).items() if k not in MAY_CHANGE}
+    facts = [str(folder.resolve()), settings.get("documents"), training]
     identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     try:
         return wandb.init(id=identity, resume="allow", name=folder.name, dir=str(folder), config=settings)

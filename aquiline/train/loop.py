@@ -79,9 +79,11 @@ class Evaluation:
 def evaluate(
     draft: Draft, target: Target, store: FeatureStore, config: TrainConfig, head_rows_WD: Tensor
 ) -> Evaluation:
-    """Unroll the held-out documents without gradients and walk their replies."""
+    """Unroll the held-out documents without gradients and walk their replies. A step's loss is the mean over its scored
+    rows in all documents.
+    """
     walk = Walk()
-    loss, rows, right, counted = ([0.0] * config.ttt_steps for _ in range(4))
+    loss, scored, right, counted = ([0.0] * config.ttt_steps for _ in range(4))
     for i, document in enumerate(store.documents):
         pack = make_pack([document], store.get([i]), draft, target)
         _, stats = configured_unroll(draft, pack, head_rows_WD, config)
@@ -90,16 +92,16 @@ def evaluate(
         # Decoding starts once a reply's first token is there: rows that embed a prompt's token do not count.
         known = torch.zeros(len(document), dtype=torch.bool)
         known[:-1] = document.supervised[1:]
-        for k, n in enumerate(stats.rows):
+        for k, n in enumerate(stats.scored):
             loss[k] += stats.loss[k] * n
-            rows[k] += n
+            scored[k] += n
             right[k] += int((stats.right_KT[k] & stats.counted_KT[k] & known).sum())
             counted[k] += int((stats.counted_KT[k] & known).sum())
         for first, end in document.replies:
             if first > 0:
                 walk.add(stats.right_KT, stats.counted_KT, first, end)
     return Evaluation(
-        [x / max(n, 1) for x, n in zip(loss, rows, strict=True)],
+        [x / max(n, 1) for x, n in zip(loss, scored, strict=True)],
         [x / max(n, 1) for x, n in zip(right, counted, strict=True)],
         walk.tau,
         walk.n_alpha,
@@ -108,7 +110,10 @@ def evaluate(
 
 @dataclass
 class Progress:
-    """Handed to `report` after every update, with the evaluation where there was one."""
+    """Handed to `report` after every update, with the evaluation where there was one.
+
+    Step 0, before the first update, has an evaluation alone: no loss (NaN), no accuracy.
+    """
 
     step: int
     total: int
@@ -136,6 +141,7 @@ class Trainer:
     record: dict[str, Any] = field(default_factory=dict)  # the fixed part of run.json
     pause_file: Path | None = None  # while a timed measurement holds it, no update begins
     processes: Processes = ALONE
+    begun: bool = False  # the draft is a trained head: it is measured before the first update, and to be surpassed
 
     def __post_init__(self) -> None:
         require(
@@ -149,7 +155,8 @@ class Trainer:
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train to the end, or until `stop()`; resumes from `folder`. True when the run is complete.
 
-        The best head by the walk's tau is the one that is written at every evaluation.
+        At every evaluation the head is written if its tau by the walk is the best so far, which for a head that was
+        `begun` before means: not below its tau at the start.
         """
         config = self.config
         state = load_state(self.folder, config, self.record.get("documents"), self.draft, self.optimizers)
@@ -162,6 +169,12 @@ class Trainer:
 
     def _run(self, state: RunState, give_way: GiveWay, stop: Callable[[], bool]) -> bool:
         config, last = self.config, time.monotonic()
+        if self.begun and state.step == 0 and not state.history:
+            if self.processes.first:
+                last += give_way(stop)
+            progress = Progress(0, self.total, 0, 0.0, math.nan, [])
+            progress.evaluation = self._evaluate(state, progress)
+            self.report(progress)
         for step, group in self._updates(state.step):
             if self.processes.first:
                 last += give_way(stop)
@@ -182,9 +195,9 @@ class Trainer:
                 progress.evaluation = self._evaluate(state, progress)
             progress.ended_early = state.ended_early
             done |= state.ended_early
+            self.report(progress)  # before it is saved: a row of the log too many is dropped when the run goes on
             if done or state.step % config.save_every == 0:
                 self._save(state)
-            self.report(progress)
             if done:
                 break
         return True
@@ -260,7 +273,7 @@ class Trainer:
             evaluation = evaluate(self.draft, self.target, self.held_out, config, self.head_rows_WD)
         tau = self.processes.sum([0.0 if evaluation is None else evaluation.tau or 0.0])[0]
         better = tau >= state.best
-        state.since_best = 0 if tau > state.best else state.since_best + 1
+        state.since_best = 0 if tau > state.best or state.step == 0 else state.since_best + 1
         state.ended_early = bool(config.patience) and state.since_best >= config.patience
         if better:
             state.best, state.best_step = tau, state.step
@@ -274,7 +287,7 @@ class Trainer:
                 "step": progress.step,
                 "tokens": progress.tokens,
                 "minutes": round(progress.seconds / 60, 2),
-                "train_loss": progress.loss,
+                "train_loss": progress.loss if math.isfinite(progress.loss) else None,  # JSON has no NaN
             }
             | dataclasses.asdict(evaluation)
         )

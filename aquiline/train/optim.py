@@ -47,11 +47,11 @@ def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps:
 
 
 def make_optimizers(draft: Draft, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon for matrices and AdamW for the rest (`lm_head`, norms), or AdamW for everything."""
+    """Muon for matrices and AdamW for the rest (`lm_head`, norms), or AdamW for everything, at its own rate."""
     trained = {n: p for n, p in draft.named_parameters() if p.requires_grad}
     decay, betas = config.weight_decay, (0.9, 0.95)
     if config.optimizer == "adamw":
-        return [torch.optim.AdamW(trained.values(), lr=config.learning_rate, betas=betas, weight_decay=decay)]
+        return [torch.optim.AdamW(trained.values(), lr=config.adamw_learning_rate, betas=betas, weight_decay=decay)]
     matrices = [p for n, p in trained.items() if p.ndim == 2 and not n.startswith(("lm_head", "embed_tokens"))]
     chosen = {id(p) for p in matrices}
     rest = [p for p in trained.values() if id(p) not in chosen]

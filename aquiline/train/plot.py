@@ -13,14 +13,15 @@ _POINTS = 200  # a line of more is drawn as means
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows are those of log.jsonl."""
+    """Rows are those of log.jsonl; the one of step 0, if any, has an evaluation alone."""
     done = [row for row in rows if row.get("evaluation")]
-    steps = len(rows[0]["accuracy"]) if rows else 0
+    updates = [row for row in rows if row["step"] > 0]
+    steps = len(updates[0]["accuracy"]) if updates else 0
     loss: list[Line] = [
-        ("loss", _COLOURS[0], _means([(r["tokens"], r["loss"]) for r in rows if r["loss"] is not None]))
+        ("loss", _COLOURS[0], _means([(r["tokens"], r["loss"]) for r in updates if r["loss"] is not None]))
     ]
     accuracy: list[Line] = [
-        (f"step {k}", _COLOURS[k % len(_COLOURS)], _means([(r["tokens"], r["accuracy"][k]) for r in rows]))
+        (f"step {k}", _COLOURS[k % len(_COLOURS)], _means([(r["tokens"], r["accuracy"][k]) for r in updates]))
         for k in range(steps)
     ]
     tau = {"walk": [(r["tokens"], r["evaluation"]["tau"]) for r in done if r["evaluation"]["tau"] is not None]}
@@ -28,7 +29,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
         for tree, value in (row["evaluation"]["decoded"] or {}).items():
             tau.setdefault(f"decoded {tree}", []).append((row["tokens"], value))
     lengths: list[Line] = [(name, _COLOURS[2 * i % 8], points) for i, (name, points) in enumerate(tau.items())]
-    last = max((r["tokens"] for r in rows), default=1)
+    last = max((r["tokens"] for r in updates), default=1)
     panels = (("training loss", loss), ("training accuracy", accuracy), ("held-out accepted length, tau", lengths))
     drawn = [_panel(i, title, lines, last, marks=i == 2) for i, (title, lines) in enumerate(panels)]
     height = len(panels) * (_HEIGHT + _TOP + _GAP)

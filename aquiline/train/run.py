@@ -17,7 +17,7 @@ import torch
 
 from aquiline.config import (
     DEFAULT_DRAFT_VOCAB,
-    TOP,
+    SWITCHES,
     DraftConfig,
     TrainConfig,
     UserError,
@@ -83,9 +83,8 @@ class TrainingRun:
         use is an error.
         """
         require(
-            capture_after == TOP or not config.feature_loss,
-            "the feature loss is only for a head that reads the target's final state: add --capture-after top, or "
-            "leave --feature-loss out (with a trained fc, the feature to be met could be shrunk to nothing)",
+            launched() == 1 or not config.feature_loss,
+            f"the feature loss, an ablation, is for one process, and {launched()} were started: leave torchrun out",
         )
         target_config = checkpoint.read_target_config(target_spec)
         if capture_after is not None:
@@ -115,6 +114,11 @@ class TrainingRun:
             counts, vocab = token_counts(training, target.config.vocab_size), draft.vocab
             longest_row = max(longest_row, draft.config.trained_length or 0)
             draft.config = dataclasses.replace(draft.config, trained_length=longest_row)
+        require(
+            draft.config.top or not config.feature_loss,
+            "the feature loss is only for a head that reads the target's final state: add --capture-after top, or "
+            "leave --feature-loss out (with a trained fc, the feature to be met could be shrunk to nothing)",
+        )
         config = dataclasses.replace(config, draft_vocab_size=vocab.draft_vocab_size)
         info = DraftInfo.of(
             target, checkpoint.target_name(target_spec), chat.fingerprint(), chat.template_fingerprint()
@@ -210,8 +214,7 @@ class TrainingRun:
                     log.add(progress)
                     report(progress)
 
-            trainer = self._trainer(store, held_out, tell, processes)
-            trainer.pause_file = pause_file
+            trainer = self._trainer(store, held_out, tell, processes, pause_file)
             try:
                 complete = trainer.run(stop)
             finally:
@@ -238,6 +241,7 @@ class TrainingRun:
         held_out: FeatureStore,
         report: Callable[[Progress], None],
         processes: Processes = Processes(),
+        pause_file: Path | None = None,
     ) -> Trainer:
         return Trainer(
             config=self.config,
@@ -249,7 +253,9 @@ class TrainingRun:
             save_head=self._save_head,
             report=report,
             record=self.record,
+            pause_file=pause_file,
             processes=processes,
+            begun="warm_start" in self.record,
         )
 
     def _check_head(self) -> None:
@@ -290,6 +296,7 @@ def _warm_start(
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(False)
     size, layers = draft.config.draft_vocab_size, draft.config.capture_after
+    switches = [name for name in SWITCHES if getattr(draft.config, name)]
     require(
         config.draft_vocab_size in (None, size),
         f"{head} has a draft vocabulary of {size}, which a run that begins with it keeps, and "
@@ -297,8 +304,18 @@ def _warm_start(
     )
     require(
         capture_after in (None, layers),
-        f"{head} reads the states after layers {list(layers)}; {list(capture_after or ())} were asked for: leave "
-        "--capture-after out",
+        f"{head} has --capture-after {capture_name(layers)}, and {capture_name(capture_after or ())} was asked for: "
+        "leave --capture-after out",
+    )
+    others = [name for name in config.switches if name not in switches]
+    require(
+        not others,
+        f"{head} has {', '.join(switches) or 'no switches'} on, which a run that begins with it keeps, and "
+        f"{', '.join(others)} was asked for: leave --switch out",
+    )
+    require(
+        config.init == "random",
+        f"a run that begins with {head} starts as that head, and init {config.init} was asked for: leave --init out",
     )
     earlier = disk.read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
     return (
@@ -309,6 +326,7 @@ def _warm_start(
             "sha256": checkpoint.weights_hash(folder),
             "step": earlier.get("step"),
             "tokens": earlier.get("tokens"),
+            "switches": switches,
         },
     )
 
@@ -352,7 +370,12 @@ def _compare_setup(out: Path, setup: dict[str, Any]) -> None:
     found = {"processes": 1} | disk.read_json(path)
     names = [*setup, *(name for name in found if name not in setup)]
     changed = [f"{k} was {found.get(k)!r} and is {setup.get(k)!r}" for k in names if found.get(k) != setup.get(k)]
-    require(not changed, f"{out} belongs to another run: {'; '.join(changed)}. Give another output folder")
+    warm = found.get("warm_start") != setup.get("warm_start")
+    hint = ". A run goes on only with the head it began from (--warm-start), and only while that is unchanged"
+    require(
+        not changed,
+        f"{out} belongs to another run: {'; '.join(changed)}{hint if warm else ''}. Give another output folder",
+    )
 
 
 def _shape(tensor: torch.Tensor) -> str:

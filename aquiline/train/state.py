@@ -14,6 +14,9 @@ from aquiline.config import TrainConfig, UserError, require
 from aquiline.files.disk import read_pickle, sync
 from aquiline.model.draft import Draft
 
+# Settings that change neither an update nor what an evaluation means: a run may go on with others.
+MAY_CHANGE = ("save_every", "decode_every", "checkpoint_activations", "patience")
+
 
 @dataclass
 class RunState:
@@ -31,12 +34,15 @@ class RunState:
 
 
 def changed_settings(found: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """What differs from the settings of an earlier part of the run. A setting it did not know had its default."""
+    """What differs from the settings of an earlier part of the run, `MAY_CHANGE` left out. A setting it did not know
+    had its default. `found` may come from JSON, where a tuple is a list.
+    """
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     changed = []
     for name, now in dataclasses.asdict(config).items():
         before = found.get(name, defaults[name])
-        if before != now:
+        before = tuple(sorted(before)) if isinstance(before, (list, tuple)) else before
+        if before != now and name not in MAY_CHANGE:
             changed.append(f"{name}: {before!r} -> {now!r}")
     return changed + [f"{name}: {found[name]!r}, which is not known here" for name in found if name not in defaults]
 
@@ -102,4 +108,6 @@ def load_state(
         optimizer.load_state_dict(values)
     if "random" in saved:
         torch.set_rng_state(saved["random"].cpu())
-    return RunState(**saved["state"])
+    state = RunState(**saved["state"])
+    state.ended_early = bool(config.patience) and state.since_best >= config.patience  # patience may have changed
+    return state

@@ -54,7 +54,8 @@ class StepStats:
     accuracy: list[float] = field(
         default_factory=list
     )  # of all supervised rows; outside the draft vocabulary is a miss
-    rows: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # that are supervised
+    scored: list[int] = field(default_factory=list)  # of these, what `loss` is a mean over
     right_KT: Tensor | None = None  # the draft's arg-max is the stored token x_{t+2+k}
     counted_KT: Tensor | None = None  # the stored token is the target's own arg-max, so `right` can be judged
 
@@ -334,6 +335,7 @@ def _measure(
         proposed = draft.vocab.target_ids_W[proposed]
         stats.loss.append(float(row_losses.mean()) if counts[k] else 0.0)
         stats.rows.append(len(valid))
+        stats.scored.append(counts[k])
         stats.accuracy.append(float((proposed == pack.argmax_T[rows + 1 + k]).sum()) / max(len(valid), 1))
         right[k, rows] = proposed == pack.ids_T[rows + 2 + k]
         counted[k, valid] = pack.argmax_T[valid + 1 + k] == pack.ids_T[valid + 2 + k]
