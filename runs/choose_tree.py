@@ -16,7 +16,7 @@ from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
 from aquiline.model.backend import describe
 
-GRID = ["2:3:5", "3:1:3", "4:1:4", "3:3:7", "4:3:10", "4:4:15", "5:4:15", "6:4:15", "5:6:23", "5:6:31", "6:8:31"]
+GRID = ["1:4:4", "2:3:5", "2:4:7", "2:6:11", "2:8:15", "3:3:7", "3:4:9", "3:6:15", "4:1:4", "4:4:15", "5:6:31"]
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ work="$1"
 shift
 mkdir -p "$work"
 nice -n 19 aquiline train "$@" --out "$work/out" --features "$work/features" \
-    --ttt-steps 4 --epochs 1.34 --held-out 32 --eval-every 200 --save-every 50
+    --ttt-steps 4 --epochs 1.1208 --held-out 32 --eval-every 200 --save-every 50
 assets="$here/aquiline/assets/smollm2-135m-instruct"
 mkdir -p "$assets"
 cp "$work/out/head/"{model.safetensors,config.json,run.json} "$assets/"
