@@ -238,7 +238,7 @@ class TreeConfig:
 
 
 REFERENCE_TREE = TreeConfig(6, 8, 60)  # the tree by which tau is judged
-DEFAULT_TREE = TreeConfig(2, 6, 11)
+DEFAULT_TREE = TreeConfig(2, 6, 11)  # the fastest of a grid, docs/results.md; what decoding uses unless told otherwise
 
 
 @dataclass(frozen=True)
