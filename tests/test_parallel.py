@@ -54,8 +54,9 @@ def test_two_processes_do_what_one_does_with_twice_the_packs(folders, data, tmp_
         assert two["accuracy"] == pytest.approx(one["accuracy"], abs=1e-6)
     heads = [safetensors.torch.load_file(tmp_path / n / "head" / "model.safetensors") for n in ("alone", "both")]
     for name, tensor in heads[0].items():
-        # Saved in bf16: a value may be rounded to the neighbour.
-        assert torch.allclose(tensor.float(), heads[1][name].float(), rtol=2**-7, atol=1e-3), name
+        # Not value by value: AdamW steps as far for a gradient that is rounding alone, and there the two differ.
+        one, two = tensor.float(), heads[1][name].float()
+        assert float((one - two).norm()) <= 0.01 * float(one.norm()), name
     assert both.stderr.count("complete; the head is") == 1
     # Another number of processes would make other updates of the same numbers.
     again = train(tmp_path / "both", data, target)
