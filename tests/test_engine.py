@@ -551,3 +551,26 @@ def test_emitted_tokens_follow_the_targets_distribution():
     statistic = float(((counts - n * expected) ** 2 / (n * expected)).sum())
     assert statistic < 49.7  # 23 degrees of freedom, level 1e-3
     assert drafted > 100  # many of these tokens came from the tree
+
+
+def test_the_head_runs_once_a_cycle_for_the_rows_that_need_logits_and_once_for_the_others(monkeypatch):
+    target = tiny_target()
+    sampled, greedy = SamplingConfig(temperature=1.0, seed=3), SamplingConfig()
+    kinds = [sampled, greedy, sampled, greedy, sampled]
+    alone = [
+        Engine(target).run([Request([5, 6, 7 + i], kind, Limits(6))])[0].output_ids for i, kind in enumerate(kinds)
+    ]
+    seen: dict[str, list[int]] = {"logits": [], "best": []}
+    for name, calls in seen.items():
+        whole = getattr(type(target), name)
+        monkeypatch.setattr(
+            type(target), name, lambda self, last, w=whole, c=calls: c.append(last.shape[0]) or w(self, last)
+        )
+    engine = Engine(target, max_batch=5)
+    requests = [engine.submit(Request([5, 6, 7 + i], kind, Limits(6))) for i, kind in enumerate(kinds)]
+    engine.step()  # prefills, then one cycle of all
+    assert seen["best"] == [2]
+    assert seen["logits"][-2:] == [2, 3]  # an arg-max of a target that is not packed takes its logits; then the others
+    while engine.busy:
+        engine.step()
+    assert [r.output_ids for r in requests] == alone

@@ -70,15 +70,17 @@ def speculative_step(target: Target, cache: KVCache, drafter: Drafter | None, ro
 
 
 def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], out: PassOutput) -> list[Verdict]:
-    greedy = [row.sampler.plain_greedy for row in rows]
-    best: list[list[int]] = target.best(out.last_BND).tolist() if any(greedy) else []
-    # Logits only of the rows that need them: most requests do with the arg-max.
-    return [
-        verify(tree, row.sampler, len(row.known), argmax_N=best[b])
-        if greedy[b]
-        else _verify(row, tree, target.logits(out.last_BND[b]))
-        for b, (row, tree) in enumerate(zip(rows, trees, strict=True))
-    ]
+    """The head runs once for the rows that do with an arg-max, and once for those that need logits."""
+    greedy = [b for b, row in enumerate(rows) if row.sampler.plain_greedy]
+    others = [b for b, row in enumerate(rows) if not row.sampler.plain_greedy]
+    verdicts: dict[int, Verdict] = {}
+    if greedy:
+        for b, best_N in zip(greedy, target.best(out.last_BND[greedy]).tolist(), strict=True):
+            verdicts[b] = verify(trees[b], rows[b].sampler, len(rows[b].known), argmax_N=best_N)
+    if others:
+        for b, logits_NV in zip(others, target.logits(out.last_BND[others]), strict=True):
+            verdicts[b] = _verify(rows[b], trees[b], logits_NV)
+    return [verdicts[b] for b in range(len(rows))]
 
 
 def _verify(row: Row, tree: Tree, logits_NV: Tensor) -> Verdict:

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +258,9 @@ def read_pickle(path: Path, device: torch.device | str = "cpu") -> Any:
 def one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two records of settings differ in, in words; a key that one of them lacks counts as None."""
+    names = sorted(before.keys() | now.keys())
+    return [f"{k} was {before.get(k)!r} and is {now.get(k)!r}" for k in names if before.get(k) != now.get(k)]

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from aquiline.config import UserError, require
-from aquiline.files.disk import json_object, read_json, write_json_atomic
+from aquiline.files.disk import changes, json_object, read_json, write_json_atomic
 
 
 class RowFile:
@@ -80,12 +80,7 @@ class RowFile:
         )
         before = read_json(self.record_path).get("settings")
         before = before if isinstance(before, dict) else {}
-        keys = sorted(before.keys() | self._settings.keys())
-        changed = [
-            f"{k} was {before.get(k)!r} and is {self._settings.get(k)!r}"
-            for k in keys
-            if before.get(k) != self._settings.get(k)
-        ]
+        changed = changes(before, self._settings)
         require(
             not changed,
             f"{self.path} was begun with other settings: {'; '.join(changed)}. Give the same ones, or another file",

@@ -331,8 +331,10 @@ class Decoder:
         frequencies: Tensor,
         rotary_scale: float,
         normed_residual: bool = False,
+        capture_after: Sequence[int] = (),
     ) -> None:
         """`frequencies` `[E / 2]` and `rotary_scale` are those of the rotary embedding (`layers.Rotary`)."""
+        self._captured = torch.tensor(list(capture_after), dtype=torch.int32)
         self.dtype = layers[0].qkv.dtype
         self._kept: list[object] = [layers]
         self._layers = (_Layer * len(layers))()
@@ -365,7 +367,6 @@ class Decoder:
         *,
         embeds_BND: Tensor | None = None,
         earlier_LBGOE: tuple[Tensor, Tensor] | None = None,
-        capture_after: Sequence[int] = (),
     ) -> DecoderOutput:
         """One pass over B rows of N tokens. `mask_BNO` is True where token n may see own token o: those drafted
         `earlier` in the cycle, then the N of this pass; None is causal. All kept tokens of a row are visible.
@@ -387,9 +388,8 @@ class Decoder:
                 mask.dtype == torch.bool and len(mask) in (1, B) and mask.shape[1:] == (N, own),
                 f"a mask {tuple(mask.shape)} of {mask.dtype} for {B} rows of {N} tokens that may see {own}",
             )
-        aux = torch.empty(B, N, len(capture_after) * D, dtype=self.dtype)
+        aux = torch.empty(B, N, len(self._captured) * D, dtype=self.dtype)
         feature, last = torch.empty(B, N, D, dtype=self.dtype), torch.empty(B, N, D, dtype=self.dtype)
-        captured = torch.tensor(list(capture_after), dtype=torch.int32)
         lengths = [0] * B if cache is None or slots is None else [cache.lengths[s] for s in slots]
         past_lengths = torch.tensor(lengths, dtype=torch.int32)
         past_keys: Tensor | None = None
@@ -412,7 +412,7 @@ class Decoder:
                     *strides,
                     _pointer(mask), 0 if mask is None or len(mask) == 1 else N * own,
                     _pointer(keys), _pointer(values), B, N, own,
-                    _pointer(captured), len(captured), torch.get_num_threads(),
+                    _pointer(self._captured), len(self._captured), torch.get_num_threads(),
                     _pointer(aux), _pointer(feature), _pointer(last),
                 )
             ),

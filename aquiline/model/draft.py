@@ -59,7 +59,7 @@ class DraftLayer(nn.Module):
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """From the attention's output to the layer's output h."""
-        h = residual + self.self_attn.output(attended)
+        h = residual + self.self_attn.o_proj(attended)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 

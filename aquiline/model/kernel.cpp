@@ -600,14 +600,12 @@ struct Runner {
       for (int64_t q = 0; q < std::min<int64_t>(4, queries - i); q++) {
         int64_t token = b * p.tokens + (first + i + q) / group, h = g * group + (first + i + q) % group;
         float* out = s.out.data() + q * E;
-        float scale = total_is_zero(inverse[i + q]) ? 0.0f : inverse[i + q];
+        float scale = std::isinf(inverse[i + q]) ? 0.0f : inverse[i + q];  // it sees nothing
         for (e = 0; e < E; e++) out[e] *= scale;
         attended.set(token, h * E, out, E);
       }
     }
   }
-
-  static bool total_is_zero(float inverse) { return std::isinf(inverse); }
 
   template <int C>
   void mix_columns(const T* past_v, int64_t past, const T* own_v, int64_t seen, const float* weight, int64_t e,

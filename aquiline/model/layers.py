@@ -229,10 +229,6 @@ class Projections(nn.Module):
         """All three at once."""
         return (self.queries(x, cos, sin), *self.keys_values(x, cos, sin))
 
-    def output(self, attended: Tensor) -> Tensor:
-        """`[..., H*E]` to `[..., D]`."""
-        return self.o_proj(attended)
-
 
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""

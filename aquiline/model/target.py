@@ -106,16 +106,9 @@ class Target(nn.Module):
         """
         if self._decoder is not None:
             assert documents is None, "packed documents are for training"
-            top = self.capture_after == TOP
-            out = self._decoder(
-                self.embed(ids_BN),
-                positions_BN,
-                mask_BNN,
-                cache,
-                slots,
-                capture_after=() if top else self.capture_after,
-            )
-            return PassOutput(out.last_BND, out.last_BND if top else out.aux_BNA, out.keys_LBGNE, out.values_LBGNE)
+            out = self._decoder(self.embed(ids_BN), positions_BN, mask_BNN, cache, slots)
+            aux = out.last_BND if self.capture_after == TOP else out.aux_BNA
+            return PassOutput(out.last_BND, aux, out.keys_LBGNE, out.values_LBGNE)
         context = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
         assert documents is None or context.causal
         context.documents = documents
@@ -126,7 +119,7 @@ class Target(nn.Module):
             assert isinstance(layer, TargetLayer)
             q, k, v = layer.self_attn.queries_keys_values(layer.input_layernorm(x), cos, sin)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-            x = x + layer.self_attn.output(context.attend(i, q, k, v))
+            x = x + layer.self_attn.o_proj(context.attend(i, q, k, v))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
             if i in self.capture_after:
                 captured.append(x)
@@ -185,5 +178,6 @@ class Target(nn.Module):
             self.model.norm.weight,
             heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, inner=c.intermediate_size, eps=c.norm_eps,
             frequencies=self.rotary.inv_freq, rotary_scale=self.rotary.scale,
+            capture_after=() if self.capture_after == TOP else self.capture_after,
         )  # fmt: skip
         return self

@@ -368,8 +368,7 @@ def _compare_setup(out: Path, setup: dict[str, Any]) -> None:
     if not path.exists():
         return
     found = {"processes": 1} | disk.read_json(path)
-    names = [*setup, *(name for name in found if name not in setup)]
-    changed = [f"{k} was {found.get(k)!r} and is {setup.get(k)!r}" for k in names if found.get(k) != setup.get(k)]
+    changed = disk.changes(found, setup)
     warm = found.get("warm_start") != setup.get("warm_start")
     hint = ". A run goes on only with the head it began from (--warm-start), and only while that is unchanged"
     require(
