@@ -459,6 +459,7 @@ class TestDraft:
     def test_round_trip_is_bitwise(self, target, tmp_path, changes):
         draft = make_draft(**changes)
         target.capture_after = draft.config.capture_after  # as `load_pair` would load it
+        target.config = dataclasses.replace(target.config, rope=draft.config.rope)
         save_draft(draft, tmp_path / "draft", info_of(target))
         assert_same_draft(load_quietly(tmp_path / "draft", target, tokenizer="tok1", template="tem1"), draft)
 
@@ -668,6 +669,13 @@ class TestDraft:
         edit_config(folder.parent / "target", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
         with pytest.warns(AquilineWarning, match=r"other weights.* rope is .*1000000\.0.* this target's .*500000\.0"):
             load_draft(folder, load_target(folder.parent / "target"))
+
+    @pytest.mark.parametrize("foreign", [False, True])
+    def test_another_rope_than_the_targets_is_said_whatever_else_fits(self, folder, target, foreign):
+        rope = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        edit_config(folder, **rope, **({"aquiline": None} if foreign else {}))
+        with pytest.warns(AquilineWarning, match=r"draft's rope is .*10000\.0.* this target's .*1000000\.0"):
+            load_draft(folder, target)
 
     def test_a_broken_block_of_ours_is_refused(self, folder, target):
         edit_config(folder, aquiline={"target": "x"})

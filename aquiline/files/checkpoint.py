@@ -333,9 +333,13 @@ def draft_info(config: Mapping[str, Any]) -> DraftInfo | None:
     return DraftInfo(**block)
 
 
-def _check_info(
-    info: DraftInfo, config: DraftConfig, target: Target, tokenizer: str | None, template: str | None
-) -> list[str]:
+def _rope_note(config: DraftConfig, target: Target) -> str:
+    """A sentence where the draft turns its keys otherwise than the target, as no trainer of such heads means to."""
+    ours, theirs = (target_formats.rope_to_dict(rope)["rope_parameters"] for rope in (config.rope, target.config.rope))
+    return "" if ours == theirs else f" The draft's rope is {ours}, this target's {theirs}"
+
+
+def _check_info(info: DraftInfo, rope: str, target: Target, tokenizer: str | None, template: str | None) -> list[str]:
     """UserError when the draft cannot belong to this target, notes when it may but was trained with something else."""
     layers = target.config.num_layers
     require(
@@ -349,12 +353,12 @@ def _check_info(
     now = DraftInfo.of(target, info.target, tokenizer or info.tokenizer, template or info.template)
     notes = []
     if now.target_fingerprint != info.target_fingerprint:
-        ropes = [target_formats.rope_to_dict(rope)["rope_parameters"] for rope in (config.rope, target.config.rope)]
-        rope = "" if ropes[0] == ropes[1] else f" The draft's rope is {ropes[0]}, this target's {ropes[1]}"
         notes.append(
             f"the draft was trained on other weights of the same structure ({info.target}, {info.target_fingerprint}; "
             f"here {now.target_fingerprint}): output stays right, acceptance may be low.{rope}"
         )
+    elif rope:
+        notes.append(rope.strip())
     if now.target_dtype != info.target_dtype:
         notes.append(f"the draft was trained on a {info.target_dtype} target and runs on a {now.target_dtype} one")
     if now.template != info.template:
@@ -436,11 +440,14 @@ def load_draft(
     hf, raw = _read_head_config(folder), read_weights(folder)
     with _naming(folder):
         config, notes = draft_formats.draft_config_from_dict(hf, target.config)
+        rope = _rope_note(config, target)
         info = draft_info(hf)
         if info is not None:
-            notes += _check_info(info, config, target, tokenizer, template)
+            notes += _check_info(info, rope, target, tokenizer, template)
         elif "capture_after" in hf:
             notes.append("the draft's config has no `aquiline` block: whether it is for this target cannot be checked")
+        if info is None and rope:
+            notes.append(rope.strip())
         tensors = {ours: raw[theirs] for theirs, ours in draft_formats.draft_tensor_names(raw).items()}
         if hf.get("num_hidden_layers", 1) != 1:
             notes.append(f"the draft's config says {hf['num_hidden_layers']} layers, its file holds one: one it is")
