@@ -213,7 +213,8 @@ def describe(dtype: torch.dtype, device: torch.device) -> str:
     if not usable(dtype, device):
         return "PyTorch"
     width = "AVX-512" if "avx512f" in cpu_flags() else "AVX2"
-    return f"kernel, {width}{' and matrix tiles' if dtype == torch.bfloat16 and _tiles() else ''}"
+    units = "matrix tiles" if _tiles() else "bf16 dot products" if "avx512_bf16" in cpu_flags() else ""
+    return f"kernel, {width}{f' and {units}' if units and dtype == torch.bfloat16 else ''}"
 
 
 def usable(dtype: torch.dtype, device: torch.device) -> bool:

@@ -273,6 +273,41 @@ inline void tile_gemm(const bf16*, int64_t, const bf16*, const bf16*, int64_t, f
 inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 #endif
 
+#if defined(__AVX512BF16__)
+constexpr bool kHasDots = true;
+// R rows x 32 outputs by dot products of two bf16 each, the sum over `in` in order.
+template <int R>
+inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1, int64_t in, float* out0, float* out1) {
+  __m512 acc0[R], acc1[R];
+  for (int r = 0; r < R; r++) acc0[r] = acc1[r] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < in; k += 2) {
+    __m512bh a = (__m512bh)_mm512_loadu_si512(w0 + k * kBlock), b = (__m512bh)_mm512_loadu_si512(w1 + k * kBlock);
+    for (int r = 0; r < R; r++) {
+      int pair;
+      std::memcpy(&pair, x + r * ldx + k, 4);
+      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+      acc0[r] = _mm512_dpbf16_ps(acc0[r], both, a);
+      acc1[r] = _mm512_dpbf16_ps(acc1[r], both, b);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    _mm512_storeu_ps(out0 + r * kBlock, acc0[r]);
+    _mm512_storeu_ps(out1 + r * kBlock, acc1[r]);
+  }
+}
+#else
+constexpr bool kHasDots = false;
+template <int R>
+inline void dot_gemm(const bf16*, int64_t, const bf16*, const bf16*, int64_t, float*, float*) {}
+#endif
+void multiply_dots(const bf16* x, int64_t ldx, int64_t rows, const bf16* w0, const bf16* w1, int64_t in, float* out0,
+                   float* out1) {
+  if (rows == 1) return dot_gemm<1>(x, ldx, w0, w1, in, out0, out1);
+  if (rows == 2) return dot_gemm<2>(x, ldx, w0, w1, in, out0, out1);
+  if (rows <= 4) return dot_gemm<4>(x, ldx, w0, w1, in, out0, out1);
+  dot_gemm<kRows>(x, ldx, w0, w1, in, out0, out1);
+}
+
 // R rows x 16 outputs by fused multiply-add, the sum over `in` in order.
 template <int R>
 inline void fma_gemm(const float* x, int64_t ldx, const float* w, int64_t in, float* out) {
@@ -308,19 +343,20 @@ void multiply_add(const float* x, int64_t ldx, int64_t rows, const T* weight, in
 }
 
 // What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, which take part
-// where that saves a case. bf16 for tiles, else float32 (rounded to bf16 when the weights are, so that both ways
+// where that saves a case. bf16 for tiles and dots, else float32 (rounded to bf16 when the weights are, so that all ways
 // compute the same products).
 struct Inputs {
   std::vector<char> bytes;
   int64_t ld;
-  bool tiles, rounded;
-  Inputs(int64_t rows, int64_t width, bool tiles_, bool rounded_)
-      : bytes(size_t(up(rows, 32) * up(width, 32)) * (tiles_ ? 2 : 4)), ld(up(width, 32)), tiles(tiles_),
-        rounded(rounded_) {}
+  bool tiles, halves, rounded;
+  Inputs(int64_t rows, int64_t width, bool tiles_, bool bf16_weights)
+      : ld(up(width, 32)), tiles(tiles_), halves(bf16_weights && (tiles_ || kHasDots)), rounded(bf16_weights) {
+    bytes.resize(size_t(up(rows, 32) * ld) * (halves ? 2 : 4));
+  }
   bf16* half(int64_t row) { return reinterpret_cast<bf16*>(bytes.data()) + row * ld; }
   float* full(int64_t row) { return reinterpret_cast<float*>(bytes.data()) + row * ld; }
   void set(int64_t row, int64_t at, const float* x, int64_t count) {
-    if (tiles)
+    if (halves)
       for (int64_t i = 0; i < count; i++) half(row)[at + i] = narrow(x[i]);
     else if (rounded)
       for (int64_t i = 0; i < count; i++) full(row)[at + i] = widen(narrow(x[i]));
@@ -328,7 +364,7 @@ struct Inputs {
       std::copy(x, x + count, full(row) + at);
   }
   void clear(int64_t row, int64_t at, int64_t end) {
-    if (tiles) std::fill(half(row) + at, half(row) + end, 0);
+    if (halves) std::fill(half(row) + at, half(row) + end, 0);
     else std::fill(full(row) + at, full(row) + end, 0.0f);
   }
 };
@@ -355,7 +391,11 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
   constexpr int kHalf = kRows * kBlock;
   for (int64_t m = 0; m < M; m += kRows) {
     int64_t rows = std::min<int64_t>(kRows, M - m);
-    for (int half = 0; half < 1 + second; half++) {
+    if (x.halves) {
+      const bf16* a = static_cast<const bf16*>(w.weight) + at;
+      multiply_dots(x.half(m), x.ld, rows, a, second ? a + step : a, in, out, out + kHalf);
+    }
+    for (int half = 0; !x.halves && half < 1 + second; half++) {
       const void* weight = w.weight;
       float* o = out + half * kHalf;
       if (bf16_weights)
@@ -702,7 +742,7 @@ template <typename T>
 Inputs inputs_of(const T* x, int64_t M, int64_t width, bool bf16_weights, bool tiles) {
   Inputs in(M, width, tiles, bf16_weights);
   for (int64_t row = 0; row < M; row++) {
-    if (tiles) std::memcpy(in.half(row), x + row * width, size_t(width) * sizeof(T));
+    if (in.halves) std::memcpy(in.half(row), x + row * width, size_t(width) * sizeof(T));
     else
       for (int64_t i = 0; i < width; i++) in.full(row)[i] = get(x[row * width + i]);
   }
