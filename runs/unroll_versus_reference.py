@@ -49,7 +49,9 @@ def reference_unroll(draft: Draft, pack: Pack, head_VD: Tensor, steps: int, deca
     plan = Plan.make(pack.supervised_T, pack.starts, steps)
     T, attention = len(pack.ids_T), draft.midlayer.self_attn
     groups = attention.heads // attention.kv_heads
-    own = plan.document_T[:, None] == plan.document_T
+    lengths = torch.tensor(pack.starts).diff()
+    document_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    own = document_T[:, None] == document_T
     mask_TT = torch.zeros(T, T).masked_fill_(~(own & torch.ones(T, T, dtype=torch.bool).tril()), -torch.inf)
     with torch.no_grad():
         teacher_TV = F.linear(pack.last_TD.to(head_VD.dtype), head_VD).float()

@@ -17,7 +17,7 @@ import typer
 
 from aquiline.api import load_chat
 from aquiline.cli import main as cli
-from aquiline.config import DEFAULT_TREE
+from aquiline.config import DEFAULT_TREE, UserError
 from aquiline.files import checkpoint
 from aquiline.measure import quiet
 from aquiline.train.run import TrainingRun
@@ -42,7 +42,7 @@ FLAGS = {
         "--eval-every", "--save-every", "--seed", "--dtype", "--warm-start", "--accumulate", "--decode-every",
         "--patience", "--pause-file", "--dry-run",
         "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--keep-outside",
-        "--checkpoint-activations", "--strict",
+        "--checkpoint-activations", "--strict", "--device",
     },
     "data answer": {
         "--target", "--draft", "--server", "--model", "--in-flight", "--temperature", "--max-new-tokens",
@@ -265,7 +265,8 @@ def answers(folders, tmp_path_factory):  # noqa: F811
 
 def train_arguments(root, answers, out, *more):
     return [
-        "train", answers, "--out", out, "--target", root / "target", "--dtype", "float32", "--batch-tokens", 120,
+        "train", answers, "--out", out, "--target", root / "target", "--device", "cpu", "--dtype", "float32",
+        "--batch-tokens", 120,
         "--ttt-steps", 3, "--draft-vocab-size", 100, "--held-out", 2, "--eval-every", 4, "--save-every", 3,
         "--epochs", 2, "--features", answers.parent / "features", *more,
     ]  # fmt: skip
@@ -449,6 +450,22 @@ def test_flags_that_do_not_go_together_are_refused(aquiline, folders, answers, t
     ):
         check_refused(aquiline(*train_arguments(folders, answers, tmp_path / "out", *flags)), words)
     assert not (tmp_path / "out").exists()
+
+
+def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert train._own_device(None) == torch.device("cuda")
+    assert train._own_device("cuda:1") == torch.device("cuda:1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert train._own_device(None) == train._own_device("cuda") == torch.device("cuda:1")
+    assert train._own_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match="--device cuda:0 is one GPU, and 3 processes"):
+        train._own_device("cuda:0")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="'cuda:2' is not there: PyTorch sees 2"):
+        train._own_device(None)
 
 
 def test_a_command_line_is_recorded_without_paths():

@@ -8,16 +8,17 @@ import time
 import pytest
 import torch
 
-from aquiline.config import Limits, TrainConfig, TreeConfig, UserError
+from aquiline.config import TOP, Limits, TrainConfig, TreeConfig, UserError
 from aquiline.data.dataset import fingerprint, hold_out
 from aquiline.data.features import FeatureStore, compute
 from aquiline.decode.engine import Engine, Request
 from aquiline.measure.quiet import quiet
-from aquiline.train import loop
+from aquiline.train import decoding, loop, optim
 from aquiline.train.init import init_draft
 from aquiline.train.loop import Trainer
 from aquiline.train.optim import Float32Muon, _orthogonal, make_optimizers, schedule
 from tests.conftest import tiny_draft, tiny_target
+from tests.elsewhere import AWAY, elsewhere
 from tests.test_features import document
 from tests.test_quiet import taken
 
@@ -27,9 +28,9 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 
 
-def trainer(folder, config=CONFIG, saved=None):
-    target = tiny_target()
-    draft = tiny_draft(target)
+def trainer(folder, config=CONFIG, saved=None, device="cpu", **layers):
+    target = tiny_target(**layers).to(device)
+    draft = tiny_draft(target).to(device)
     train, held = hold_out([document(10 + i % 9, i) for i in range(20)], config.held_out, config.seed)
     init_draft(draft, target, compute(target, train[:4]), config.seed)
     saved = [] if saved is None else saved
@@ -41,7 +42,7 @@ def trainer(folder, config=CONFIG, saved=None):
 
 
 def weights(t: Trainer) -> torch.Tensor:
-    return torch.cat([p.flatten() for p in t.draft.parameters()]).detach()
+    return torch.cat([p.flatten() for p in t.draft.parameters()]).detach().cpu()
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -57,6 +58,51 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path, optimizer):
         assert again.run()
         assert torch.equal(weights(again), weights(whole))
     assert trainer(tmp_path / "a", config).run()  # nothing left to do
+
+
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"decode_every": 1}, {}),
+        ({"optimizer": "adamw", "loss": "lk", "accumulate": 2, "checkpoint_activations": True}, {}),
+        ({"feature_loss": True}, {"capture_after": TOP}),
+    ],
+    ids=["decoded", "accumulated", "feature loss"],
+)
+def test_a_run_on_another_device_is_that_of_the_cpu(tmp_path, monkeypatch, settings, layers):
+    """Nothing of it meets a tensor of the CPU, and what it saves is gone on from there exactly."""
+    monkeypatch.setattr(loop, "fast_bf16", lambda _: False)  # the rounding of bf16 is not what is tested
+    monkeypatch.setattr(optim, "fast_bf16", lambda _: False)
+    monkeypatch.setattr(decoding, "_PROMPTS", 1)
+    monkeypatch.setattr(decoding, "_TOKENS", 4)
+    config = dataclasses.replace(CONFIG, **{"ttt_steps": 2, "epochs": 0.5, "held_out": 2} | settings)
+    reports = {}
+
+    def run(name, device, *stops):
+        for stop in (*stops, lambda: False):
+            t = trainer(tmp_path / name, config, device=device, **layers)
+            t.report = reports.setdefault(name, []).append
+            t.run(stop)
+        return weights(t)
+
+    here = run("here", "cpu")
+    with elsewhere():
+        away = run("away", AWAY)
+        cut = run("cut", AWAY, iter([False, True]).__next__)
+    assert torch.equal(cut, away)
+    assert torch.allclose(away, here, atol=1e-4)
+    assert len(reports["here"]) == len(reports["away"]) >= 2
+    assert len(reports["cut"]) == len(reports["here"])
+    for one, two in zip(reports["here"], reports["away"], strict=True):
+        assert two.loss == pytest.approx(one.loss, rel=1e-4)
+        assert two.accuracy == pytest.approx(one.accuracy, abs=1e-6)
+        assert (two.evaluation is None) == (one.evaluation is None)
+    one, two = (reports[name][-1].evaluation for name in ("here", "away"))
+    assert two.loss == pytest.approx(one.loss, rel=1e-4)
+    assert (two.tau, two.n_alpha) == (one.tau, one.n_alpha)
+    assert (two.decoded or {}).keys() == (one.decoded or {}).keys()
+    assert (two.decoded is not None) == (config.decode_every > 0)
 
 
 def test_the_best_head_by_the_walk_is_the_one_written(tmp_path, monkeypatch):

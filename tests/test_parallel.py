@@ -16,7 +16,7 @@ from tests.test_api import END, folders  # noqa: F401 (a fixture)
 def train(folder, data, target, *more: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
     command = ["-m", "aquiline", "train", str(data), "--out", str(folder), "--target", str(target)]
     command += ["--batch-tokens", "24", "--epochs", "2", "--held-out", "2", "--eval-every", "3", "--decode-every", "0"]
-    command += ["--ttt-steps", "3", "--dtype", "float32", "--patience", "50", *more]
+    command += ["--ttt-steps", "3", "--device", "cpu", "--dtype", "float32", "--patience", "50", *more]
     command += ["--warm-start", str(target.parent / "draft")]  # so that there is an evaluation before the first update
     if processes > 1:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *command]
@@ -62,6 +62,19 @@ def test_two_processes_do_what_one_does_with_twice_the_packs(folders, data, tmp_
     again = train(tmp_path / "both", data, target)
     assert again.returncode == 2
     assert "processes was 2 and is 1" in again.stderr
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl")])
+def test_gradients_go_by_the_way_of_their_device(monkeypatch, device, backend):
+    """NCCL itself needs GPUs: here only what is asked for."""
+    asked, current = [], []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    processes = Processes.joined(torch.device(device))
+    assert (processes.rank, processes.count) == (1, 2)
+    assert (asked, current) == ([backend], [torch.device(device)] if device != "cpu" else [])
 
 
 def test_alone_nothing_is_exchanged():

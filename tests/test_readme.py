@@ -29,7 +29,7 @@ TINY = {
     "generate": f"{SMALL} --device cpu",
     "chat": f"{SMALL} --device cpu",
     "eval": f"{SMALL} --device cpu",
-    "train": "--dtype float32 --draft-vocab-size 100 --held-out 2",
+    "train": "--device cpu --dtype float32 --draft-vocab-size 100 --held-out 2",
     "data answer": f"{SMALL} --device cpu",
     "data invent": f"{SMALL} --device cpu --count 2",
     "data show": "",

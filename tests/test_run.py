@@ -13,6 +13,7 @@ from aquiline.data.chat import Chat
 from aquiline.data.dataset import token_counts
 from aquiline.files import checkpoint
 from aquiline.train.run import TrainingRun
+from tests.elsewhere import AWAY, elsewhere
 from tests.test_api import END, folders, make_draft, make_target  # noqa: F401 (a fixture)
 
 CONFIG = TrainConfig(
@@ -197,6 +198,27 @@ def test_a_draft_with_its_own_embedding_keeps_it_frozen(folders, other_data, tmp
     assert run.parameters()[0] == sum(p.numel() for p in run.draft.parameters()) - size
     assert run.run(lambda _: None)
     assert torch.equal(run.draft.embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["new", "warm start"])
+def test_a_run_on_another_device_begins_as_on_the_cpu_and_leaves_a_head(prepare, folders, tmp_path, monkeypatch, warm):  # noqa: F811
+    more = {"warm_start": folders / "draft"} if warm else {}
+    other = {"draft_vocab_size": None} if warm else {"switches": ("fc_norm",)}
+    monkeypatch.setitem(prepare.__globals__, "CONFIG", dataclasses.replace(CONFIG, **other))
+    here = prepare(**more)
+    with elsewhere():
+        away = prepare(device=AWAY, features=tmp_path / "features", **more)
+        starts = zip(here.draft.parameters(), away.draft.parameters(), strict=True)
+        assert all(b.device == AWAY and torch.allclose(a, b.cpu(), atol=1e-5) for a, b in starts)
+        assert (away.setup, away.coverage, away.sources) == (here.setup, here.coverage, here.sources)
+        assert away.estimate().updates == 2
+        assert away.run(lambda _: None)
+        trained = [p.detach().cpu() for p in away.draft.parameters()]
+    head = checkpoint.load_draft(away.head, here.target, dtype=torch.float32)
+    if not warm:  # which may have written the head it began with
+        assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(head.parameters(), trained, strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(head.parameters(), here.draft.parameters(), strict=True))
+    assert torch.equal(head.vocab.target_ids_W, here.draft.vocab.target_ids_W)
 
 
 def test_an_estimate_is_of_the_whole_run_and_leaves_no_trace(prepare, tmp_path):

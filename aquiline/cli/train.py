@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from aquiline.cli.shared import (
+    DeviceFlag,
     DtypeFlag,
     PauseFlag,
     StrictFlag,
@@ -24,6 +25,8 @@ from aquiline.cli.shared import (
 from aquiline.config import DEFAULT_DRAFT_VOCAB, SWITCHES, TOP, TrainConfig, capture_name, require
 
 if TYPE_CHECKING:
+    import torch
+
     from aquiline.train import loop
     from aquiline.train.run import TrainingRun
 
@@ -95,6 +98,7 @@ def train(
     seed: Annotated[int, typer.Option("--seed")] = TrainConfig.seed,
     pause_file: PauseFlag = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take; nothing is written.")] = False,
+    device: DeviceFlag = None,
     dtype: DtypeFlag = None,
     strict: StrictFlag = False,
 ) -> None:
@@ -112,11 +116,12 @@ def train(
     from aquiline.train.parallel import Processes
     from aquiline.train.run import TrainingRun
 
-    kind = api.pick_dtype(dtype, target, api.pick_device("cpu"))
+    where = _own_device(device)
+    kind = api.pick_dtype(dtype, target, where)
     chat = api.load_chat(target)
     run = TrainingRun.prepare(
         data, out, target, chat, config,
-        dtype=kind, capture_after=layers, features=features, warm_start=warm_start, strict=strict,
+        dtype=kind, device=where, capture_after=layers, features=features, warm_start=warm_start, strict=strict,
         command=["aquiline", *_plain_command(sys.argv[1:])],
     )  # fmt: skip
     if dry_run:
@@ -124,7 +129,7 @@ def train(
         _print_estimate(run, pause_file)
         return
     stopped: list[int] = []
-    with Processes.joined() as processes, progress() as bar:
+    with Processes.joined(where) as processes, progress() as bar:
         if processes.first:
             _print_run(run)
         report = _training_report(bar)
@@ -142,6 +147,21 @@ def train(
         note(f"stopped and saved in {out}; the same command goes on from there")
         raise typer.Exit(128 + (stopped or [signal.SIGTERM])[0])
     note(f"complete; the head is {run.head}")
+
+
+def _own_device(device: str | None) -> "torch.device":
+    """Of several processes on a machine with GPUs each has its own."""
+    from aquiline import api
+    from aquiline.train.parallel import launched, local_number
+
+    where = api.pick_device(device)
+    if launched() == 1 or where.type == "cpu":
+        return where
+    require(
+        where.index is None,
+        f"--device {device} is one GPU, and {launched()} processes were started: leave the number out",
+    )
+    return api.pick_device(f"cuda:{local_number()}")
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -175,7 +195,7 @@ def _print_run(run: "TrainingRun") -> None:
     kept = f"kept in {run.features}" if run.features else "computed each time (--features would keep them)"
     captured = capture_name(target.capture_after)
     reads = "its final state captured" if captured == "top" else f"captured after layers {captured}"
-    note(f"target {run.info.target} in {run.info.target_dtype}, {reads}")
+    note(f"target {run.info.target} in {run.info.target_dtype} on {target.device}, {reads}")
     note(
         f"{data['documents']} documents, {data['tokens']} tokens, {data['supervised_tokens']} of them supervised; "
         f"{data['held_out']} held out; {data['cut']} cut at the longest length"
@@ -207,10 +227,11 @@ def _print_estimate(run: "TrainingRun", pause_file: Path | None) -> None:
         e = run.estimate()
     minutes = e.seconds / 60
     note(
-        f"{e.updates} updates over {e.tokens} tokens, {e.update_seconds:.1f} s each ({e.features_share:.0%} of it "
+        f"{e.updates} updates over {e.tokens} tokens, {e.update_seconds:.3g} s each ({e.features_share:.0%} of it "
         f"for the target's states); an evaluation {e.evaluation_seconds:.0f} s; about "
         + (f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours")
         + f" in all, as if no features were on disk yet; {e.memory / 2**30:.1f} GiB of memory"
+        + (f", {e.gpu_memory / 2**30:.1f} GiB of the GPU's" if e.gpu_memory else "")
     )
     if machine.loaded:
         note(f"warning: other processes took {machine.load:.0%} of the machine meanwhile: the times are too long")

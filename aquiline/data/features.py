@@ -54,10 +54,8 @@ def compute(target: Target, documents: Sequence[Document]) -> Features:
     for d, start in zip(documents, starts, strict=False):
         taught[start : start + len(d) - 1] = d.supervised[1:]
     rows = taught.nonzero().squeeze(1)
-    for a in range(0, len(rows), _ROWS):
-        at = rows[a : a + _ROWS]
-        best, total = target.best_and_logsumexp(last_TD[at])
-        argmax[at], logsumexp[at] = best.cpu(), total.cpu()
+    found = [target.best_and_logsumexp(last_TD[at]) for at in rows.to(target.device).split(_ROWS)]
+    argmax[rows], logsumexp[rows] = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
     return Features(out.aux_BNA[0].cpu(), last_TD.cpu(), argmax, logsumexp)
 
 

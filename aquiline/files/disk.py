@@ -247,10 +247,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def read_pickle(path: Path, device: torch.device | str = "cpu") -> Any:
-    """What torch.save wrote, of plain values and tensors only."""
+def read_pickle(path: Path) -> Any:
+    """What torch.save wrote, of plain values and tensors only; the tensors on the CPU."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds on a damaged or an unsafe pickle
         raise UserError(f"{path} cannot be read as plain weights: {one_line(error)}") from error
 

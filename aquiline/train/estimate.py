@@ -4,6 +4,8 @@ import resource
 import time
 from dataclasses import dataclass
 
+import torch
+
 from aquiline.data.features import FeatureStore
 from aquiline.train.loop import Trainer, evaluate
 
@@ -25,6 +27,7 @@ class Estimate:
     evaluation_seconds: float  # of one evaluation
     seconds: float
     memory: int  # the most bytes that this process held
+    gpu_memory: int  # the same of a GPU
 
 
 def estimate(trainer: Trainer, *, keeps_features: bool) -> Estimate:
@@ -44,6 +47,7 @@ def estimate(trainer: Trainer, *, keeps_features: bool) -> Estimate:
             trainer.store.get(pack)
         between = time.perf_counter()
         trainer.update(group, 0.0)  # which computes the features once more
+        _wait(trainer)
         if number:
             feature_seconds += between - started
             update_seconds += time.perf_counter() - between
@@ -66,4 +70,11 @@ def estimate(trainer: Trainer, *, keeps_features: bool) -> Estimate:
         evaluation,
         seconds,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        torch.cuda.max_memory_reserved(trainer.target.device) if trainer.target.device.type == "cuda" else 0,
     )
+
+
+def _wait(trainer: Trainer) -> None:
+    """A GPU works on behind what was asked of it."""
+    if trainer.target.device.type == "cuda":
+        torch.cuda.synchronize(trainer.target.device)

@@ -19,9 +19,9 @@ def teacher_probs(last_PD: Tensor, head_rows_WD: Tensor, logsumexp_P: Tensor | N
     They sum to one over the draft vocabulary; with `logsumexp_P`, over the full one, whose logits these are the
     log-sum-exp of. Under bf16 autocast the product and what is kept are bf16, all between them float32.
     """
-    dtype = _dtype(torch.float32)
+    dtype = _dtype(last_PD.device, torch.float32)
     head_rows = head_rows_WD.to(dtype)
-    probs = torch.empty(len(last_PD), len(head_rows), dtype=dtype)
+    probs = torch.empty(len(last_PD), len(head_rows), dtype=dtype, device=last_PD.device)
     for a in range(0, len(last_PD), _ROWS):
         at = slice(a, a + _ROWS)
         logits = F.linear(last_PD[at].to(dtype), head_rows).float()
@@ -32,8 +32,8 @@ def teacher_probs(last_PD: Tensor, head_rows_WD: Tensor, logsumexp_P: Tensor | N
     return probs
 
 
-def _dtype(otherwise: torch.dtype) -> torch.dtype:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else otherwise
+def _dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else otherwise
 
 
 class HeadLoss(torch.autograd.Function):
@@ -62,7 +62,7 @@ class HeadLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight_WH) if train and ctx.needs_input_grad[1] else None  # None: frozen
         losses = torch.empty(len(hidden_RH), dtype=torch.float32, device=hidden_RH.device)
         best = torch.empty(len(hidden_RH), dtype=torch.long, device=hidden_RH.device)
-        dtype = _dtype(hidden_RH.dtype)
+        dtype = _dtype(hidden_RH.device, hidden_RH.dtype)
         weight = weight_WH.to(dtype)
         row_loss = {"ce": _soft_cross_entropy, "lk": _minus_log_accepted}[kind]
         for a in range(0, len(hidden_RH), _ROWS):

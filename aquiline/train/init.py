@@ -37,7 +37,7 @@ def init_draft(
             p.fill_(0.0 if bias else 1.0)
             sources[name] = "zeros" if bias else "ones"
     if draft.fc is not None:
-        states = _entering_fc(draft, features.aux_TA.float())
+        states = _entering_fc(draft, features.aux_TA.to(draft.fc.weight))
         for part, x in zip(draft.fc.weight.chunk(len(states), dim=1), states, strict=True):
             rms = float(x.pow(2).mean(-1).sqrt().median())
             part.div_(0.02 * draft.fc.in_features**0.5 * max(rms, 1e-6))

@@ -33,16 +33,24 @@ from aquiline.train.walk import Walk
 
 
 def make_pack(documents: Sequence[Document], features: Features, draft: Draft, target: Target) -> Pack:
-    """What the unroll needs of these documents."""
-    ids = torch.cat([d.ids for d in documents]).long()
+    """What the unroll needs of these documents, on the device of the two models."""
+    ids, device = torch.cat([d.ids for d in documents]).long(), target.device
     starts = [0]
     for d in documents:
         starts.append(starts[-1] + len(d))
     with torch.no_grad():
-        embeds = draft.embed(ids, target.embed)
-    supervised = torch.cat([d.supervised for d in documents])
+        embeds = draft.embed(ids.to(device), target.embed)
+    outside = draft.vocab.draft_ids_V[features.argmax_T.clamp(min=0).to(device)] < 0
     return Pack(
-        ids, supervised, starts, features.aux_TA, features.last_TD, features.argmax_T, features.logsumexp_T, embeds
+        ids_T=ids,
+        supervised_T=torch.cat([d.supervised for d in documents]),
+        starts=starts,
+        aux_TA=features.aux_TA.to(device),
+        last_TD=features.last_TD.to(device),
+        argmax_T=features.argmax_T,
+        outside_T=outside.cpu(),
+        logsumexp_T=features.logsumexp_T.to(device),
+        embeds_TH=embeds,
     )
 
 
@@ -251,7 +259,7 @@ class Trainer:
         made = [make_pack([documents[i] for i in n], self.store.get(n), self.draft, self.target) for n in share]
         rows = None
         if len(group) > 1:
-            counts = [rows_in_loss(self.draft, p, c.ttt_steps, skip_outside=c.skip_outside) for p in made]
+            counts = [rows_in_loss(p, c.ttt_steps, skip_outside=c.skip_outside) for p in made]
             here = [sum(of_step) for of_step in zip(*counts, strict=True)] or [0] * c.ttt_steps
             rows = [round(n) for n in self.processes.sum(here)]
         total, right, seen = 0.0, [0.0] * c.ttt_steps, [0.0] * c.ttt_steps

@@ -21,6 +21,11 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_number() -> int:
+    """Which of the processes on this machine it is: its GPU has the same number."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 @dataclass(frozen=True)
 class Processes:
     """This process among those of the run; alone by default."""
@@ -29,11 +34,13 @@ class Processes:
     count: int = 1
 
     @staticmethod
-    def joined() -> "Processes":
-        """Wait for the processes that `torchrun` started with this one."""
+    def joined(device: torch.device) -> "Processes":
+        """Wait for the processes that `torchrun` started with this one. `device`: where its gradients are."""
         if launched() == 1:
             return Processes()
-        distributed.init_process_group("gloo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL takes the current one
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         return Processes(distributed.get_rank(), launched())
 
     def __enter__(self) -> "Processes":
@@ -51,7 +58,7 @@ class Processes:
         return items[self.rank :: self.count]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Of every process's values, in float64, place by place."""
+        """Of every process's values, in float64, place by place; on the CPU, so by gloo."""
         if self.count == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -78,9 +85,8 @@ class Processes:
                 distributed.broadcast(p.data, src=0)
 
     def wait(self) -> None:
-        """Until all are here."""
-        if self.count > 1:
-            distributed.barrier()
+        """Until all are here. (Whether `barrier` would ask gloo or NCCL is not ours to say.)"""
+        self.any(False)
 
 
 ALONE = Processes()

@@ -70,6 +70,7 @@ class TrainingRun:
         config: TrainConfig,
         *,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
         capture_after: tuple[int, ...] | None = None,
         features: Path | None = None,
         warm_start: str | Path | None = None,
@@ -103,15 +104,15 @@ class TrainingRun:
         longest_row = max(map(len, training))
         started: dict[str, Any] | None = None
         if warm_start is None:
-            target = checkpoint.load_target(target_spec, dtype, "cpu", capture_after)
+            target = checkpoint.load_target(target_spec, dtype, device, capture_after)
             counts = token_counts(training, target.config.vocab_size)
             size = config.draft_vocab_size or DEFAULT_DRAFT_VOCAB
             known = range(target.config.vocab_size)  # configs name ids beyond it
             vocab = VocabMap.build(counts, size, always=tuple(i for i in sorted(chat.end_of_turn_ids) if i in known))
-            draft = Draft(draft_config(target, config, longest_row), vocab)
+            draft = Draft(draft_config(target, config, longest_row), vocab).to(target.device)
         else:
-            target, draft, started = _warm_start(warm_start, target_spec, dtype, chat, config, capture_after)
-            counts, vocab = token_counts(training, target.config.vocab_size), draft.vocab
+            target, draft, started = _warm_start(warm_start, target_spec, dtype, device, chat, config, capture_after)
+            counts, vocab = token_counts(training, target.config.vocab_size), draft.vocab.to("cpu")
             longest_row = max(longest_row, draft.config.trained_length or 0)
             draft.config = dataclasses.replace(draft.config, trained_length=longest_row)
         require(
@@ -280,6 +281,7 @@ def _warm_start(
     head: str | Path,
     target_spec: str | Path,
     dtype: torch.dtype,
+    device: torch.device | str,
     chat: Chat,
     config: TrainConfig,
     capture_after: tuple[int, ...] | None,
@@ -291,7 +293,7 @@ def _warm_start(
     """
     folder = checkpoint.draft_path(head)
     target, draft = checkpoint.load_pair(
-        target_spec, folder, dtype, "cpu", chat.fingerprint(), chat.template_fingerprint(), torch.float32
+        target_spec, folder, dtype, device, chat.fingerprint(), chat.template_fingerprint(), torch.float32
     )
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(False)
@@ -353,7 +355,7 @@ def draft_config(target: Target, config: TrainConfig, trained_length: int) -> Dr
 
 
 def _setup(info: DraftInfo, draft: Draft) -> dict[str, Any]:
-    ids = draft.vocab.target_ids_W.numpy().tobytes()
+    ids = draft.vocab.target_ids_W.cpu().numpy().tobytes()
     return dataclasses.asdict(info) | {
         "capture_after": capture_name(draft.config.capture_after),
         "draft_vocabulary": hashlib.sha256(ids).hexdigest(),

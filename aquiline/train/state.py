@@ -89,7 +89,7 @@ def load_state(
     if not path.exists():
         return RunState()
     try:
-        saved = read_pickle(path, draft.norm.weight.device)
+        saved = read_pickle(path)  # loading moves what belongs elsewhere, and leaves the optimiser's counts here
         parts = {"state", "config", "documents", "draft", "optimizers"}
         require(isinstance(saved, dict) and parts <= set(saved), f"{path} is no state of a training run")
         known = {f.name for f in dataclasses.fields(RunState)}
@@ -107,7 +107,7 @@ def load_state(
     for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(values)
     if "random" in saved:
-        torch.set_rng_state(saved["random"].cpu())
+        torch.set_rng_state(saved["random"])
     state = RunState(**saved["state"])
     state.ended_early = bool(config.patience) and state.since_best >= config.patience  # patience may have changed
     return state

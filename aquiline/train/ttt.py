@@ -11,7 +11,8 @@ Documents are packed one behind the other; nothing crosses a document's end. Row
 Supervised is a row whose x_{t+2+k} was written by this target in the same document. A row that no later step
 supervises is not run at step k at all: nobody reads its later keys.
 
-Runs on the CPU: the fused attention it builds on is the CPU's.
+The large tensors lie on the draft's device. What is decided about rows is decided on the CPU, before the first step,
+so that no step waits for the device.
 
 Shapes: T tokens of the pack, R rows of a step, K steps, D target width, A width of aux, H draft width, h query heads,
 G kv heads, E head width, W draft vocabulary, P teacher positions. The losses of the head are in head_loss.py.
@@ -29,12 +30,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aquiline.model.draft import Draft
+from aquiline.train.attention import heads, ungroup, way
 from aquiline.train.head_loss import HeadLoss, teacher_probs
 
 
 @dataclass
 class Pack:
-    """Documents behind each other with the target's features of every token."""
+    """Documents behind each other with the target's features of every token.
+
+    On the CPU: `ids`, `supervised`, `argmax`, `outside`; the others on the draft's device.
+    """
 
     ids_T: Tensor
     supervised_T: Tensor  # bool: the token was written by this target
@@ -42,6 +47,7 @@ class Pack:
     aux_TA: Tensor
     last_TD: Tensor  # final state of the target, after its norm
     argmax_T: Tensor  # the target's arg-max id at each position; -1 where nothing is supervised by it
+    outside_T: Tensor  # bool: the draft cannot propose that id
     logsumexp_T: Tensor  # of the target's logits over its full vocabulary; 0 there
     embeds_TH: Tensor
 
@@ -62,48 +68,65 @@ class StepStats:
 
 @dataclass
 class Plan:
-    """Which rows run at which step."""
+    """Which rows run at which step, and which are judged. What indexes tensors of the draft lies on its device."""
 
-    valid_KT: Tensor  # bool: supervised at step k
+    valid_KT: Tensor  # bool: supervised at step k; on the CPU, as the next
+    scored: list[Tensor]  # rows that the loss of step k is a mean over
+    scored_at: list[Tensor]  # where they stand in `active`
     active: list[Tensor]  # rows that run at step k, ascending; each a subset of the one before
-    document_T: Tensor
+    spans: list[list[tuple[int, int, int, int]]]  # of step k, per document that has rows: ends in `active`, and of keys
     position_T: Tensor
-    starts: list[int]
 
     @staticmethod
-    def make(supervised_T: Tensor, starts: list[int], steps: int) -> "Plan":
+    def make(
+        supervised_T: Tensor,
+        starts: list[int],
+        steps: int,
+        left_out_T: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "Plan":
+        """`left_out_T` is True at positions that teach nobody, though they are supervised."""
         T = len(supervised_T)
-        lengths = torch.tensor(starts[1:]) - torch.tensor(starts[:-1])
+        lengths = torch.tensor(starts).diff()
         document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         position = torch.arange(T) - torch.tensor(starts)[document]
         valid = torch.zeros(steps, T, dtype=torch.bool)
+        teaches = torch.ones(T, dtype=torch.bool) if left_out_T is None else ~left_out_T
+        scored = []
         for k in range(steps):
             shift = 2 + k
             if shift < T:
-                valid[k, : T - shift] = supervised_T[shift:].cpu() & (document[shift:] == document[: T - shift])
+                valid[k, : T - shift] = supervised_T[shift:] & (document[shift:] == document[: T - shift])
+            rows = valid[k].nonzero().squeeze(1)
+            scored.append(rows[teaches[rows + 1 + k]])
         needed = valid.flip(0).cumsum(0).flip(0) > 0
         active = [needed[k].nonzero().squeeze(1) for k in range(steps)]
-        return Plan(valid, active, document, position, starts)
+        return Plan(
+            valid,
+            scored,
+            [torch.searchsorted(*pair).to(device) for pair in zip(active, scored, strict=True)],
+            [rows.to(device) for rows in active],
+            [_spans(rows, document[rows], starts) for rows in active],
+            position.to(device),
+        )
 
-    def spans(self, step: int) -> list[tuple[int, int, int, int]]:
-        """Per document with rows at this step: first and end index in `active[step]`, first and end key."""
-        rows = self.active[step]
-        counts = torch.bincount(self.document_T[rows], minlength=len(self.starts) - 1).tolist()
-        spans, a = [], 0
-        for d, n in enumerate(counts):
-            if n:
-                spans.append((a, a + n, self.starts[d], int(rows[a + n - 1]) + 1))
-            a += n
-        return spans
+
+def _spans(rows: Tensor, document_R: Tensor, starts: list[int]) -> list[tuple[int, int, int, int]]:
+    counts = torch.bincount(document_R, minlength=len(starts) - 1).tolist()
+    spans, a = [], 0
+    for d, n in enumerate(counts):
+        if n:
+            spans.append((a, a + n, starts[d], int(rows[a + n - 1]) + 1))
+        a += n
+    return spans
 
 
 class UnrollAttention(torch.autograd.Function):
     """One causal block over the true features plus one diagonal per later step, merged exactly.
 
-    Each document's block runs through the fused kernel, which also returns its log-sum-exp; the diagonals are folded in
-    by hand. The kernel's log-sum-exp carries no gradient, so autograd through a merge of it would be silently wrong:
-    instead the backward hands the kernel the MERGED output and the MERGED log-sum-exp, for which its formula
-    `dS = P * (dO.v - dO.O)` with `P = exp(S - lse)` holds as it stands.
+    Each document's block is computed apart (attention.py), which also returns its log-sum-exp; the diagonals are folded
+    in by hand. That log-sum-exp carries no gradient, so autograd through a merge of it would be silently wrong: instead
+    the block's backward gets the MERGED output and the MERGED log-sum-exp.
     """
 
     @staticmethod
@@ -114,12 +137,9 @@ class UnrollAttention(torch.autograd.Function):
         scale = q_RhE.shape[-1] ** -0.5
         out = torch.empty_like(q_RhE)
         lse = torch.empty(q_RhE.shape[:2], dtype=torch.float32, device=q_RhE.device)
-        for a, b, first, end in plan.spans(step):
-            q, k, v, mask = _block(q_RhE, k_TGE, v_TGE, plan, step, (a, b, first, end))
-            o, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, False, attn_mask=mask, scale=scale
-            )
-            out[a:b], lse[a:b] = o[0].transpose(0, 1), block_lse[0].transpose(0, 1)
+        block, rows = way(q_RhE.device).forward, plan.active[step]
+        for a, b, first, end in plan.spans[step]:
+            out[a:b], lse[a:b] = block(q_RhE[a:b], k_TGE[first:end], v_TGE[first:end], rows[a:b] - first)
         keys, values = diagonals[:step], diagonals[step:]
         if step:
             scores = torch.stack([_own(q_RhE, key[_inside(plan, j + 1, step)], scale) for j, key in enumerate(keys)])
@@ -127,7 +147,7 @@ class UnrollAttention(torch.autograd.Function):
             out *= (lse - merged).exp().to(out.dtype)[..., None]
             for j, value in enumerate(values):
                 weight = (scores[j] - merged).exp().to(out.dtype)[..., None]
-                out += weight * _heads(value[_inside(plan, j + 1, step)], q_RhE.shape[1])
+                out += weight * heads(value[_inside(plan, j + 1, step)], q_RhE.shape[1])
             lse = merged
         ctx.plan, ctx.step = plan, step
         ctx.save_for_backward(q_RhE, k_TGE, v_TGE, out, lse, *diagonals)
@@ -140,42 +160,23 @@ class UnrollAttention(torch.autograd.Function):
         grad = grad_outputs[0].contiguous()
         scale, G = q_RhE.shape[-1] ** -0.5, k_TGE.shape[1]
         dq, dk, dv = torch.zeros_like(q_RhE), torch.zeros_like(k_TGE), torch.zeros_like(v_TGE)
-        for a, b, first, end in plan.spans(step):
-            q, k, v, mask = _block(q_RhE, k_TGE, v_TGE, plan, step, (a, b, first, end))
-            part = [x[a:b].transpose(0, 1)[None].contiguous() for x in (grad, out)]
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                part[0], q, k, v, part[1], lse[a:b].t()[None].contiguous(), 0.0, False, attn_mask=mask, scale=scale
+        block, rows = way(q_RhE.device).backward, plan.active[step]
+        for a, b, first, end in plan.spans[step]:
+            keys, values = k_TGE[first:end], v_TGE[first:end]
+            dq[a:b], dk[first:end], dv[first:end] = block(
+                grad[a:b], q_RhE[a:b], keys, values, rows[a:b] - first, out[a:b], lse[a:b]
             )
-            dq[a:b] = grads[0][0].transpose(0, 1)
-            dk[first:end] += _ungroup(grads[1][0].transpose(0, 1), G)
-            dv[first:end] += _ungroup(grads[2][0].transpose(0, 1), G)
         diagonal_grads: list[Tensor] = [torch.zeros_like(x) for x in diagonals]
         common = (grad * out).sum(-1)
         for j in range(step):
             inside = _inside(plan, j + 1, step)
-            key, value = (
-                _heads(diagonals[j][inside], q_RhE.shape[1]),
-                _heads(diagonals[step + j][inside], q_RhE.shape[1]),
-            )
+            key, value = (heads(diagonals[i][inside], q_RhE.shape[1]) for i in (j, step + j))
             weight = ((q_RhE * key).sum(-1).float() * scale - lse).exp().to(grad.dtype)
             ds = (weight * ((grad * value).sum(-1) - common) * scale)[..., None]
             dq += ds * key
-            diagonal_grads[j][inside] = _ungroup(ds * q_RhE, G)
-            diagonal_grads[step + j][inside] = _ungroup(weight[..., None] * grad, G)
+            diagonal_grads[j][inside] = ungroup(ds * q_RhE, G)
+            diagonal_grads[step + j][inside] = ungroup(weight[..., None] * grad, G)
         return dq, dk, dv, None, None, *diagonal_grads
-
-
-def _block(
-    q_RhE: Tensor, k_TGE: Tensor, v_TGE: Tensor, plan: Plan, step: int, span: tuple[int, int, int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One document's queries, keys, values `[1, h, n, E]` and additive mask `[n, keys]`."""
-    a, b, first, end = span
-    rows = plan.active[step][a:b]
-    hidden = torch.arange(first, end)[None] > rows[:, None]
-    mask = torch.zeros(hidden.shape, dtype=q_RhE.dtype).masked_fill_(hidden, -torch.inf)
-    heads = q_RhE.shape[1]
-    k, v = (_heads(x[first:end], heads).transpose(0, 1)[None] for x in (k_TGE, v_TGE))
-    return q_RhE[a:b].transpose(0, 1)[None], k, v, mask
 
 
 def _inside(plan: Plan, earlier: int, step: int) -> Tensor:
@@ -183,16 +184,8 @@ def _inside(plan: Plan, earlier: int, step: int) -> Tensor:
     return torch.searchsorted(plan.active[earlier], plan.active[step])
 
 
-def _heads(x_RGE: Tensor, heads: int) -> Tensor:
-    return x_RGE.repeat_interleave(heads // x_RGE.shape[1], dim=1)
-
-
-def _ungroup(x_RhE: Tensor, kv_heads: int) -> Tensor:
-    return x_RhE.unflatten(1, (kv_heads, -1)).sum(2)
-
-
 def _own(q_RhE: Tensor, k_RGE: Tensor, scale: float) -> Tensor:
-    return (q_RhE * _heads(k_RGE, q_RhE.shape[1])).sum(-1).float() * scale
+    return (q_RhE * heads(k_RGE, q_RhE.shape[1])).sum(-1).float() * scale
 
 
 def unroll(
@@ -222,20 +215,18 @@ def unroll(
     a step's inputs and outputs alone and computes the rest again in the backward; in float32 that changes no bit.
     """
     assert draft.config.top or not feature_loss
-    plan = Plan.make(pack.supervised_T, pack.starts, steps)
-    T = len(pack.ids_T)
-    outside_T = draft.vocab.draft_ids_V[pack.argmax_T.clamp(min=0)] < 0
+    plan = _plan(pack, steps, skip_outside)
+    device = pack.embeds_TH.device
     g_TH = draft.fuse(pack.aux_TA)
     # The last row of a document has no next token; its key is never attended by a supervised row.
-    x_T, _ = draft.midlayer.inputs(pack.embeds_TH[torch.arange(1, T + 1).clamp(max=T - 1)], g_TH)
+    x_T, _ = draft.midlayer.inputs(torch.cat((pack.embeds_TH[1:], pack.embeds_TH[-1:])), g_TH)
     k_TGE, v_TGE = draft.midlayer.self_attn.keys_values(x_T, *draft.rotary(plan.position_T, x_T.dtype))
     k_TGE = k_TGE.to(v_TGE.dtype)  # under autocast the rotation and the head norms leave float32
     feature = g_TH[plan.active[0]]
     keys: list[Tensor] = []
     values: list[Tensor] = []
     hiddens: list[Tensor] = []
-    scored_rows: list[Tensor] = []
-    distance = torch.zeros(())  # of features
+    distance = torch.zeros((), device=device)  # of features
     for k, rows in enumerate(plan.active):
         step = functools.partial(_step, draft, pack.embeds_TH, plan, k)
         if checkpoint_activations and torch.is_grad_enabled():
@@ -244,37 +235,37 @@ def unroll(
         if k > 0:
             keys.append(own[0])
             values.append(own[1])
-        supervised = plan.valid_KT[k, rows]
-        scored = supervised & ~outside_T[rows + 1 + k] if skip_outside else supervised
-        hiddens.append(hidden[scored])
-        scored_rows.append(rows[scored])
-        if feature_loss and bool(supervised.any()):
-            true = pack.last_TD[rows[supervised] + 1 + k].float()
-            distance = distance + decay**k * F.smooth_l1_loss(feature[supervised].float(), true)
+        hiddens.append(hidden[plan.scored_at[k]])
+        if feature_loss and bool(plan.valid_KT[k].any()):
+            supervised = plan.valid_KT[k].nonzero().squeeze(1).to(device)
+            true = pack.last_TD[supervised + 1 + k].float()
+            found = feature[torch.searchsorted(rows, supervised)].float()
+            distance = distance + decay**k * F.smooth_l1_loss(found, true)
         if k + 1 < steps:
             feature = feature[_inside(plan, k, k + 1)]
 
-    counts = [len(rows) for rows in scored_rows]
+    counts = [len(rows) for rows in plan.scored]
     of = counts if update_rows is None else update_rows
     shares = torch.cat([torch.full((n,), decay**k / max(of[k], 1)) for k, n in enumerate(counts)])
     probs_PW, teacher_T = _teacher(pack, plan, head_rows_WD, over_all=loss == "lk")
-    teachers = torch.cat([teacher_T[rows + 1 + k] for k, rows in enumerate(scored_rows)])
+    teachers = torch.cat([teacher_T[rows + 1 + k] for k, rows in enumerate(plan.scored)])
     total, losses, best = HeadLoss.apply(
-        torch.cat(hiddens), draft.lm_head.weight, probs_PW, teachers, shares, loss, torch.is_grad_enabled()
-    )
+        torch.cat(hiddens), draft.lm_head.weight, probs_PW, teachers.to(device), shares.to(device), loss,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
     if feature_loss:
         total = distance + 0.1 * total
-    return total, _measure(draft, pack, plan, scored_rows, losses, best)
+    return total, _measure(draft, pack, plan, losses, best)
 
 
-def rows_in_loss(draft: Draft, pack: Pack, steps: int, *, skip_outside: bool = True) -> list[int]:
+def rows_in_loss(pack: Pack, steps: int, *, skip_outside: bool = True) -> list[int]:
     """Per step, how many rows of this pack the loss is a mean over."""
-    outside_T = draft.vocab.draft_ids_V[pack.argmax_T.clamp(min=0)] < 0
-    counts = []
-    for k, valid_T in enumerate(Plan.make(pack.supervised_T, pack.starts, steps).valid_KT):
-        rows = valid_T.nonzero().squeeze(1)
-        counts.append(int((~outside_T[rows + 1 + k]).sum()) if skip_outside else len(rows))
-    return counts
+    return [len(rows) for rows in _plan(pack, steps, skip_outside).scored]
+
+
+def _plan(pack: Pack, steps: int, skip_outside: bool) -> Plan:
+    left_out_T = pack.outside_T if skip_outside else None
+    return Plan.make(pack.supervised_T, pack.starts, steps, left_out_T, pack.embeds_TH.device)
 
 
 def _step(
@@ -307,7 +298,8 @@ def _step(
 
 
 def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor, *, over_all: bool) -> tuple[Tensor, Tensor]:
-    """The target's distributions over the draft vocabulary `[P, W]`, one per position that is used, and where each is.
+    """The target's distributions over the draft vocabulary `[P, W]`, one per position that is used; and, on the CPU,
+    where each is.
 
     Step k's teacher is step 0's shifted by k, so nothing here is computed twice. `over_all`: normalised over the full
     vocabulary.
@@ -319,20 +311,19 @@ def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor, *, over_all: bool) ->
     positions = used[:T].nonzero().squeeze(1)
     where = torch.full((T,), -1, dtype=torch.long)
     where[positions] = torch.arange(len(positions))
+    positions = positions.to(pack.last_TD.device)
     logsumexp = pack.logsumexp_T[positions] if over_all else None
     return teacher_probs(pack.last_TD[positions], head_rows_WD, logsumexp), where
 
 
-def _measure(
-    draft: Draft, pack: Pack, plan: Plan, scored_rows: list[Tensor], losses_R: Tensor, best_R: Tensor
-) -> StepStats:
+def _measure(draft: Draft, pack: Pack, plan: Plan, losses_R: Tensor, best_R: Tensor) -> StepStats:
     """What the draft proposed, judged; rows that are not scored are misses."""
-    counts = [len(rows) for rows in scored_rows]
+    counts = [len(rows) for rows in plan.scored]
     right, counted = torch.zeros_like(plan.valid_KT), torch.zeros_like(plan.valid_KT)
     stats = StepStats(right_KT=right, counted_KT=counted)
-    for k, (row_losses, proposed) in enumerate(zip(losses_R.split(counts), best_R.split(counts), strict=True)):
-        rows, valid = scored_rows[k], plan.valid_KT[k].nonzero().squeeze(1)
-        proposed = draft.vocab.target_ids_W[proposed]
+    losses, proposals = losses_R.cpu().split(counts), draft.vocab.target_ids_W[best_R].cpu().split(counts)
+    for k, (row_losses, proposed) in enumerate(zip(losses, proposals, strict=True)):
+        rows, valid = plan.scored[k], plan.valid_KT[k].nonzero().squeeze(1)
         stats.loss.append(float(row_losses.mean()) if counts[k] else 0.0)
         stats.rows.append(len(valid))
         stats.scored.append(counts[k])
