@@ -228,7 +228,7 @@ def _print_estimate(run: "TrainingRun", pause_file: Path | None) -> None:
     minutes = e.seconds / 60
     note(
         f"{e.updates} updates over {e.tokens} tokens, {e.update_seconds:.3g} s each ({e.features_share:.0%} of it "
-        f"for the target's states); an evaluation {e.evaluation_seconds:.0f} s; about "
+        f"for the target's states); an evaluation {e.evaluation_seconds:.3g} s; about "
         + (f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours")
         + f" in all, as if no features were on disk yet; {e.memory / 2**30:.1f} GiB of memory"
         + (f", {e.gpu_memory / 2**30:.1f} GiB of the GPU's" if e.gpu_memory else "")
