@@ -38,7 +38,8 @@ from aquiline.train.estimate import Estimate, estimate
 from aquiline.train.init import init_draft
 from aquiline.train.log import RunLog
 from aquiline.train.loop import Progress, Trainer
-from aquiline.train.parallel import Processes, launched
+from aquiline.train.parallel import ALONE, Processes, launched
+from aquiline.train.shard import passes_together, shard, whole
 from aquiline.train.state import changed_settings
 
 _INIT_DOCUMENTS = 8  # whose captured states the new head is scaled to
@@ -75,13 +76,20 @@ class TrainingRun:
         warm_start: str | Path | None = None,
         command: Sequence[str] = (),
         strict: bool = False,
+        shard_target: bool = False,
+        processes: Processes = ALONE,
     ) -> "TrainingRun":
         """Read the data, load the target, make the draft. UserError for what does not fit; writes nothing.
 
         `warm_start`: a head (folder, hub id or `default`) whose weights, vocabulary map, captured layers and switches
         the run begins with. `command`: the command line, for the record. `strict`: the first row of no
-        use is an error.
+        use is an error. `shard_target`: each of several `processes` keeps a part of the target; all call this.
         """
+        require(
+            not shard_target or launched() > 1,
+            f"--shard-target spreads the target over several processes, and {launched()} was started: start them with "
+            "torchrun --nproc-per-node N -m aquiline train ..., or leave it out",
+        )
         require(
             launched() == 1 or not config.feature_loss,
             f"the feature loss, an ablation, is for one process, and {launched()} were started: leave torchrun out",
@@ -130,8 +138,14 @@ class TrainingRun:
             | ({} if started is None else {"warm_start": started["sha256"]})
         )
         _compare_setup(out, setup)
+        if shard_target:  # from here on nothing reads the target's weights but passes_together and whole
+            shard(target, "cpu")
+            config = dataclasses.replace(config, decode_every=0)  # whose number of passes no other process knows
         if started is None:
-            sources = init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed, config.init)
+            with passes_together(target, 1, processes):
+                features_of_some = compute(target, training[:_INIT_DOCUMENTS])
+                with whole(target.model.layers[-1]):
+                    sources = init_draft(draft, target, features_of_some, config.seed, config.init)
         else:
             sources = {name: started["head"] for name, _ in draft.named_parameters()}
         draft.lm_head.weight.requires_grad_(config.train_lm_head)
