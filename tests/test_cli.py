@@ -42,7 +42,7 @@ FLAGS = {
         "--eval-every", "--save-every", "--seed", "--dtype", "--warm-start", "--accumulate", "--decode-every",
         "--patience", "--pause-file", "--dry-run",
         "--loss", "--feature-loss", "--switch", "--init", "--freeze-lm-head", "--keep-outside",
-        "--checkpoint-activations", "--strict", "--device",
+        "--checkpoint-activations", "--strict", "--device", "--shard-target",
     },
     "data answer": {
         "--target", "--draft", "--server", "--model", "--in-flight", "--temperature", "--max-new-tokens",

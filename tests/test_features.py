@@ -61,6 +61,25 @@ def test_store_returns_what_was_computed_in_any_order_and_after_reopening(tmp_pa
         assert torch.equal(got.last_TD, want.last_TD.bfloat16())
 
 
+def test_what_was_said_to_be_missing_is_computed_whoever_wrote_it_meanwhile(tmp_path, monkeypatch):
+    target, docs = tiny_target(), [document(7 + i, i) for i in range(3)]
+    passes = []
+    monkeypatch.setattr(
+        features, "compute", lambda t, documents: passes.append(len(documents)) or compute(t, documents)
+    )
+    ours, other = (FeatureStore(tmp_path / "f", target, docs, "w") for _ in range(2))
+    assert ours.missing([2, 0]) == [2, 0]
+    missing = ours.missing([2, 1])
+    other.get([1, 2])
+    other.flush()
+    assert ours.missing([2, 0]) == [0]
+    assert equal(ours.get([2, 1], missing), other.get([2, 1]))
+    assert passes == [2, 2]
+    assert ours.get([2, 1]).argmax_T.shape == (17,)
+    assert passes == [2, 2]
+    assert FeatureStore(None, target, docs, "w").missing([2, 0]) == [2, 0]
+
+
 @pytest.mark.parametrize("change", ["weights", "documents", "capture", "dtype"])
 def test_a_folder_of_something_else_is_refused(tmp_path, change):
     target = tiny_target()

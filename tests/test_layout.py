@@ -14,6 +14,7 @@ INSIDE_FUNCTIONS = {  # what may be imported there: in the one place that needs 
     "data/prompts.py": {"datasets"},
     "files/checkpoint.py": {"huggingface_hub"},
     "train/log.py": {"wandb"},
+    "train/shard.py": {"torch"},
 }
 
 

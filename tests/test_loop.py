@@ -150,8 +150,8 @@ def test_features_with_an_infinity_are_skipped_and_named(tmp_path):
     t = trainer(tmp_path)
     get = t.store.get
 
-    def poisoned(numbers):
-        features = get(numbers)
+    def poisoned(numbers, missing):
+        features = get(numbers, missing)
         if 3 in numbers:
             features.aux_TA[0, 0] = torch.inf
         return features

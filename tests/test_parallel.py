@@ -81,6 +81,7 @@ def test_alone_nothing_is_exchanged():
     alone = Processes()
     p = torch.nn.Parameter(torch.ones(2))
     assert alone.sum([1.0, 2.0]) == [1.0, 2.0]
+    assert alone.most(3) == 3
     assert alone.share([1, 2, 3]) == [1, 2, 3]
     assert (alone.any(True), alone.any(False), alone.first) == (True, False, True)
     alone.sum_gradients([p])

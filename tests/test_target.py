@@ -9,7 +9,7 @@ import transformers
 from aquiline.config import FAMILIES, TOP, RopeConfig, UserError
 from aquiline.decode.tree import Tree, flatten
 from aquiline.model import target as target_module
-from aquiline.model.layers import rope_frequencies
+from aquiline.model.layers import Context, rope_frequencies
 from aquiline.model.target import Target
 from tests.conftest import randomise, tiny_target, tiny_target_config
 
@@ -135,6 +135,38 @@ def test_packed_documents_see_only_themselves():
         alone = target(d[None], torch.arange(len(d))[None])
         assert torch.allclose(out.aux_BNA[0, start : start + len(d)], alone.aux_BNA[0], atol=1e-4)
         start += len(d)
+
+
+@pytest.mark.parametrize("kind", ["packed documents", "cached tokens", "tree"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_is_bit_for_bit_what_the_parts_of_its_layers_compute(kind, dtype):
+    target = tiny_target(qkv_bias=True, qk_norm=True).to(dtype)
+    ids, positions = torch.arange(3, 9)[None], torch.arange(6)[None]
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[None]
+    cache, slots, documents = None, None, None
+    if kind == "packed documents":
+        documents, positions = [0, 2, 6], torch.tensor([[0, 1, 0, 1, 2, 3]])
+    else:
+        cache, slots, positions = target.new_cache(1, 16), [0], positions + 4
+        before = target(torch.arange(4)[None], torch.arange(4)[None])
+        cache.keep(0, before.keys_LBGNE[:, 0], before.values_LBGNE[:, 0])
+        mask[0, 4, 3] = kind != "tree"
+    mask = mask if kind == "tree" else None
+    out = target(ids, positions, mask, cache, slots, documents)
+    context = Context.make(mask, 6, cache, slots, ids.device, dtype)
+    context.documents = documents
+    x, captured = target.embed(ids), []
+    cos, sin = target.rotary(positions, dtype)
+    for i, layer in enumerate(target.model.layers):
+        q, k, v = layer.self_attn.queries_keys_values(layer.input_layernorm(x), cos, sin)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        x = x + layer.self_attn.o_proj(context.attend(i, q, k, v))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        assert torch.equal(out.keys_LBGNE[i], k)
+        assert torch.equal(out.values_LBGNE[i], v)
+        captured += [x] if i in target.capture_after else []
+    assert torch.equal(out.aux_BNA, torch.cat(captured, -1))
+    assert torch.equal(out.last_BND, target.model.norm(x))
 
 
 def test_keep_writes_the_chosen_tokens_in_order():

@@ -96,6 +96,9 @@ def train(
     ] = TrainConfig.patience,
     save_every: Annotated[int, typer.Option("--save-every", help="Updates.")] = TrainConfig.save_every,
     seed: Annotated[int, typer.Option("--seed")] = TrainConfig.seed,
+    shard_target: Annotated[
+        bool, typer.Option("--shard-target", help="Under torchrun: each process holds a part of the target.")
+    ] = False,
     pause_file: PauseFlag = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take; nothing is written.")] = False,
     device: DeviceFlag = None,
@@ -116,22 +119,29 @@ def train(
     from aquiline.train.parallel import Processes
     from aquiline.train.run import TrainingRun
 
+    require(
+        not (shard_target and dry_run),
+        "--dry-run tries updates in one process, which has no whole target with --shard-target: leave one of them out",
+    )
     where = _own_device(device)
+    processes = Processes.joined(where)
     kind = api.pick_dtype(dtype, target, where)
     chat = api.load_chat(target)
     run = TrainingRun.prepare(
         data, out, target, chat, config,
         dtype=kind, device=where, capture_after=layers, features=features, warm_start=warm_start, strict=strict,
-        command=["aquiline", *_plain_command(sys.argv[1:])],
+        command=["aquiline", *_plain_command(sys.argv[1:])], shard_target=shard_target, processes=processes,
     )  # fmt: skip
     if dry_run:
         _print_run(run)
         _print_estimate(run, pause_file)
         return
     stopped: list[int] = []
-    with Processes.joined(where) as processes, progress() as bar:
+    with processes, progress() as bar:
         if processes.first:
             _print_run(run)
+            if shard_target and decode_every:
+                note("no prompts are really decoded on the way: with --shard-target no process could do it alone")
         report = _training_report(bar)
         before = {
             s: signal.signal(s, lambda number, _: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)

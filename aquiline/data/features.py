@@ -113,11 +113,20 @@ class FeatureStore:
         """Size on disk of the features of so many tokens."""
         return tokens * (2 * target.config.hidden_size * (len(target.capture_after) + 1) + 12)
 
-    def get(self, numbers: Sequence[int]) -> Features:
-        """Features of these documents behind each other, in this order; missing ones are computed and kept."""
+    def missing(self, numbers: Sequence[int]) -> list[int]:
+        """Those of these documents that `get` would compute."""
+        if self.arrays is None:
+            return list(numbers)
+        return [i for i in numbers if not self.arrays["present"][i] and i not in self._unwritten]
+
+    def get(self, numbers: Sequence[int], missing: Sequence[int] | None = None) -> Features:
+        """Features of these documents behind each other, in this order; missing ones are computed and kept, in one
+        pass. `missing` is what the method of this name said before, where it must still hold although another process
+        may have written meanwhile.
+        """
         if self.arrays is None:
             return compute(self.target, [self.documents[i] for i in numbers])
-        missing = [i for i in numbers if not self.arrays["present"][i] and i not in self._unwritten]
+        missing = self.missing(numbers) if missing is None else missing
         if missing:
             self._put(missing, compute(self.target, [self.documents[i] for i in missing]))
         parts = [self._read(i) for i in numbers]

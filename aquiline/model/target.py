@@ -42,6 +42,18 @@ class TargetLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias)
 
+    def forward(
+        self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: Context, number: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The state after this layer, the pass's layer `number`, and the keys and values `[B, G, N, E]` of its tokens.
+
+        All that reads this layer's weights in a pass is in here, so that a sharded layer can be gathered around it.
+        """
+        q, k, v = self.self_attn.queries_keys_values(self.input_layernorm(x_BND), cos, sin)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        x = x_BND + self.self_attn.o_proj(context.attend(number, q, k, v))
+        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+
 
 class TargetBody(nn.Module):
     def __init__(self, config: TargetConfig) -> None:
@@ -116,11 +128,7 @@ class Target(nn.Module):
         cos, sin = self.rotary(positions_BN, x.dtype)
         captured, all_keys, all_values = [], [], []
         for i, layer in enumerate(self.model.layers):
-            assert isinstance(layer, TargetLayer)
-            q, k, v = layer.self_attn.queries_keys_values(layer.input_layernorm(x), cos, sin)
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-            x = x + layer.self_attn.o_proj(context.attend(i, q, k, v))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x, k, v = layer(x, cos, sin, context, i)
             if i in self.capture_after:
                 captured.append(x)
             all_keys.append(k)

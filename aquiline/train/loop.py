@@ -27,6 +27,7 @@ from aquiline.model.target import Target
 from aquiline.train.decoding import decode_some
 from aquiline.train.optim import make_optimizers, schedule
 from aquiline.train.parallel import ALONE, Processes
+from aquiline.train.shard import passes_together, whole
 from aquiline.train.state import RunState, load_state, save_state
 from aquiline.train.ttt import Pack, StepStats, rows_in_loss, unroll
 from aquiline.train.walk import Walk
@@ -157,7 +158,8 @@ class Trainer:
         )
         self.optimizers = make_optimizers(self.draft, self.config)
         self._rates = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
-        self.head_rows_WD = self.target.head_weight[self.draft.vocab.target_ids_W].detach().clone()
+        with whole(self.target):
+            self.head_rows_WD = self.target.head_weight[self.draft.vocab.target_ids_W].detach().clone()
         self.total = max(1, round(self.config.epochs * len(list(self.epoch(0)))))  # updates
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -255,8 +257,7 @@ class Trainer:
 
         However the documents are packed, it is the same: a step's mean is over its rows in all packs.
         """
-        c, documents, share = self.config, self.store.documents, self.processes.share(group)
-        made = [make_pack([documents[i] for i in n], self.store.get(n), self.draft, self.target) for n in share]
+        c, made = self.config, self._packs(self.processes.share(group))
         rows = None
         if len(group) > 1:
             counts = [rows_in_loss(p, c.ttt_steps, skip_outside=c.skip_outside) for p in made]
@@ -274,11 +275,22 @@ class Trainer:
         total, *sums = self.processes.sum([total, *right, *seen])
         return total, [r / max(n, 1) for r, n in zip(sums[: c.ttt_steps], sums[c.ttt_steps :], strict=True)]
 
+    def _packs(self, share: Sequence[Sequence[int]]) -> list[Pack]:
+        """This process's packs of an update."""
+        documents, missing = self.store.documents, [self.store.missing(n) for n in share]
+        with passes_together(self.target, sum(map(bool, missing)), self.processes):
+            return [
+                make_pack([documents[i] for i in n], self.store.get(n, m), self.draft, self.target)
+                for n, m in zip(share, missing, strict=True)
+            ]
+
     def _evaluate(self, state: RunState, progress: Progress) -> Evaluation | None:
         """Measure the held-out documents; keep the head when it is the best so far, count when it is not."""
-        config, evaluation = self.config, None
-        if self.processes.first:
-            evaluation = evaluate(self.draft, self.target, self.held_out, config, self.head_rows_WD)
+        config, evaluation, first = self.config, None, self.processes.first
+        passes = len(self.held_out.missing(range(len(self.held_out.documents)))) if first else 0  # one a document
+        with passes_together(self.target, passes, self.processes):
+            if first:
+                evaluation = evaluate(self.draft, self.target, self.held_out, config, self.head_rows_WD)
         tau = self.processes.sum([0.0 if evaluation is None else evaluation.tau or 0.0])[0]
         better = tau >= state.best
         state.since_best = 0 if tau > state.best or state.step == 0 else state.since_best + 1

@@ -65,6 +65,13 @@ class Processes:
         distributed.all_reduce(total)
         return total.tolist()
 
+    def most(self, value: int) -> int:
+        """The largest of every process's values."""
+        largest = torch.tensor(value)
+        if self.count > 1:
+            distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+        return int(largest)
+
     def any(self, flag: bool) -> bool:
         """Whether it is True in one of them."""
         return self.sum([float(flag)])[0] > 0

@@ -38,7 +38,8 @@ from aquiline.train.estimate import Estimate, estimate
 from aquiline.train.init import init_draft
 from aquiline.train.log import RunLog
 from aquiline.train.loop import Progress, Trainer
-from aquiline.train.parallel import Processes, launched
+from aquiline.train.parallel import ALONE, Processes, launched
+from aquiline.train.shard import passes_together, shard, whole
 from aquiline.train.state import changed_settings
 
 _INIT_DOCUMENTS = 8  # whose captured states the new head is scaled to
@@ -76,17 +77,25 @@ class TrainingRun:
         warm_start: str | Path | None = None,
         command: Sequence[str] = (),
         strict: bool = False,
+        shard_target: bool = False,
+        processes: Processes = ALONE,
     ) -> "TrainingRun":
         """Read the data, load the target, make the draft. UserError for what does not fit; writes nothing.
 
         `warm_start`: a head (folder, hub id or `default`) whose weights, vocabulary map, captured layers and switches
         the run begins with. `command`: the command line, for the record. `strict`: the first row of no
-        use is an error.
+        use is an error. `shard_target`: each of several `processes` keeps a part of the target; all call this.
         """
+        require(
+            not shard_target or launched() > 1,
+            f"--shard-target spreads the target over several processes, and {launched()} was started: start them with "
+            "torchrun --nproc-per-node N -m aquiline train ..., or leave it out",
+        )
         require(
             launched() == 1 or not config.feature_loss,
             f"the feature loss, an ablation, is for one process, and {launched()} were started: leave torchrun out",
         )
+        home = "cpu" if shard_target else device  # a part of it goes to the device
         target_config = checkpoint.read_target_config(target_spec)
         if capture_after is not None:
             check_capture_after(capture_after, target_config.num_layers)
@@ -104,14 +113,14 @@ class TrainingRun:
         longest_row = max(map(len, training))
         started: dict[str, Any] | None = None
         if warm_start is None:
-            target = checkpoint.load_target(target_spec, dtype, device, capture_after)
+            target = checkpoint.load_target(target_spec, dtype, home, capture_after)
             counts = token_counts(training, target.config.vocab_size)
             size = config.draft_vocab_size or DEFAULT_DRAFT_VOCAB
             known = range(target.config.vocab_size)  # configs name ids beyond it
             vocab = VocabMap.build(counts, size, always=tuple(i for i in sorted(chat.end_of_turn_ids) if i in known))
-            draft = Draft(draft_config(target, config, longest_row), vocab).to(target.device)
+            draft = Draft(draft_config(target, config, longest_row), vocab).to(device)
         else:
-            target, draft, started = _warm_start(warm_start, target_spec, dtype, device, chat, config, capture_after)
+            target, draft, started = _warm_start(warm_start, target_spec, dtype, home, chat, config, capture_after)
             counts, vocab = token_counts(training, target.config.vocab_size), draft.vocab.to("cpu")
             longest_row = max(longest_row, draft.config.trained_length or 0)
             draft.config = dataclasses.replace(draft.config, trained_length=longest_row)
@@ -131,8 +140,15 @@ class TrainingRun:
             | ({} if started is None else {"warm_start": started["sha256"]})
         )
         _compare_setup(out, setup)
+        if shard_target:  # from here on nothing reads the target's weights but passes_together and whole
+            shard(target, torch.device(device).type)
+            draft.to(device)
+            config = dataclasses.replace(config, decode_every=0)  # whose number of passes no other process knows
         if started is None:
-            sources = init_draft(draft, target, compute(target, training[:_INIT_DOCUMENTS]), config.seed, config.init)
+            with passes_together(target, 1, processes):
+                features_of_some = compute(target, training[:_INIT_DOCUMENTS])
+                with whole(target.model.layers[-1]):
+                    sources = init_draft(draft, target, features_of_some, config.seed, config.init)
         else:
             sources = {name: started["head"] for name, _ in draft.named_parameters()}
         draft.lm_head.weight.requires_grad_(config.train_lm_head)
