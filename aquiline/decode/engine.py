@@ -4,19 +4,23 @@ A request carries its own sampling, limits, tree and stop matcher. Rows in use s
 reads the cache as a view.
 """
 
+import functools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from aquiline.config import Limits, SamplingConfig, TreeConfig, UserError, require
+from aquiline.decode.cost import Chooser, Costs, costs_file
 from aquiline.decode.drafter import Drafter, EagleDrafter, NgramDrafter, Row
 from aquiline.decode.sampling import Sampler
 from aquiline.decode.step import Outcome, prefill, speculative_step
+from aquiline.model.backend import describe
 from aquiline.model.draft import Draft
+from aquiline.model.machine import cache_folder, cpu_name
 from aquiline.model.target import Target
 
 OWN = 0  # origin of a token that the target chose itself; a drafted one has its depth, from 1
@@ -65,6 +69,9 @@ class Request:
     tried: list[int] = field(default_factory=list)  # [n]: cycles that accepted n, in trees deeper than n
     accepted: list[int] = field(default_factory=list)  # [n]: cycles that accepted at least n+1 drafted tokens
     drafted_nodes: int = 0
+    trees: Counter[tuple[int, int]] = field(
+        default_factory=Counter
+    )  # steps by (depth, nodes) of the tree; (0, 0): plain
     submitted_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -167,12 +174,47 @@ class Engine:
         self._remove([r for r, _ in self._running if r.finish_reason is not None])  # by their first token
         if self._running:
             rows = [row for _, row in self._running]
-            outcomes = speculative_step(self.target, self.cache, self.drafter, rows)
+            outcomes = speculative_step(self.target, self.cache, self.drafter, rows, self._chooser(rows))
             for (request, row), outcome in zip(self._running, outcomes, strict=True):
                 self._take(request, row, outcome)
                 touched.append(request)
         self._remove([r for r, _ in self._running if r.finish_reason is not None])
         return list(dict.fromkeys(touched))
+
+    def _chooser(self, rows: Sequence[Row]) -> Chooser | None:
+        """What chooses the trees of the rows whose tree is `auto`; a batch size not met before is probed first."""
+        if self.drafter is None or not any(row.tree is not None and row.tree.auto for row in rows):
+            return None
+        chooser = self.drafter.chooser
+        if chooser is None:
+            depends = self._what_costs_depend_on()
+            chooser = self.drafter.chooser = Chooser(Costs(costs_file(cache_folder(), depends), depends))
+        if not chooser.costs.known(len(rows)):
+            context = max(len(row.known) for row in rows)
+            slots = [row.slot for row in rows]
+            level = functools.partial(self.drafter.probe_level, slots)
+            chooser.costs.probe(len(rows), context, functools.partial(self._probe_pass, slots), level)
+        return chooser
+
+    def _probe_pass(self, slots: list[int], tokens: int) -> None:
+        """A target pass over so many tokens of each row, for its time: nothing is kept."""
+        ids_BN = torch.zeros(len(slots), tokens, dtype=torch.long, device=self.target.device)
+        start = min(max(self.cache.lengths[s] for s in slots), self.context - tokens)
+        positions_BN = torch.arange(start, start + tokens, device=self.target.device).expand_as(ids_BN)
+        self.target.best(self.target(ids_BN, positions_BN, None, self.cache, slots).last_BND).tolist()
+
+    def _what_costs_depend_on(self) -> dict[str, Any]:
+        model = self.drafter.model if isinstance(self.drafter, EagleDrafter) else None
+        return {
+            "cpu": cpu_name(),
+            "device": torch.cuda.get_device_name(self.target.device) if self.target.device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "decoding": describe(self.target.dtype, self.target.device),
+            "torch": torch.__version__,
+            "target": repr(self.target.config),
+            "draft": repr(None if model is None else model.config),
+            "dtypes": [str(self.target.dtype), str(None if model is None else model.dtype)],
+        }
 
     def run(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Submit requests and step until all have ended. Left by an exception, none of them stays behind."""
@@ -266,11 +308,12 @@ class Engine:
         tree, verdict = outcome.tree, outcome.verdict
         depths = list(range(1, len(verdict.path) + 1))
         emitted = self._emit(request, row, verdict.tokens, [*depths, OWN])
+        reached = int(tree.depths_N.max()) if len(tree) else 0
+        request.trees[reached, len(tree)] += 1
         if len(tree) == 0:
             return
         request.cycle_lengths.append(emitted)
         request.drafted_nodes += len(tree)
-        reached = int(tree.depths_N.max())
         short = max(0, reached - len(request.tried))
         request.tried += [0] * short
         request.accepted += [0] * short

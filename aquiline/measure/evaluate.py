@@ -160,6 +160,8 @@ def summarise(done: Sequence[Comparison], config: EvalConfig, draft: Draft | str
         "finish_reasons": dict(Counter(c.result.finish_reason for c in done)),
         "acceptance_per_depth": [a / cycles for a in accepted],
     }
+    if config.tree.auto:
+        block["trees"] = _trees(requests)
     if config.tree.is_chain:
         block["n_alpha"] = [a / t if t else None for a, t in zip(accepted, tried, strict=True)]
     if isinstance(draft, Draft) and draft.config.trained_length is not None:
@@ -178,6 +180,21 @@ def summarise(done: Sequence[Comparison], config: EvalConfig, draft: Draft | str
             "divergences": [{"prompt": c.prompt} | asdict(c.divergence) for c in done if c.divergence is not None],
         }
     return block
+
+
+def _trees(requests: Sequence[Request]) -> dict[str, Any]:
+    """What was chosen: the share of plain steps, and of the rest how deep and large the trees were."""
+    steps = sum((r.trees for r in requests), Counter[tuple[int, int]]())
+    total, plain = sum(steps.values()), steps.pop((0, 0), 0)
+    drafted = total - plain
+    mean = [sum(size[i] * n for size, n in steps.items()) / drafted if drafted else None for i in (0, 1)]
+    return {
+        "steps": total,
+        "plain_share": plain / total if total else None,
+        "mean_depth": mean[0],
+        "mean_nodes": mean[1],
+        "most_frequent": {f"{depth} deep, {nodes} nodes": n for (depth, nodes), n in steps.most_common(5)},
+    }
 
 
 def _added(lists: Sequence[Sequence[int]]) -> list[int]:
@@ -225,7 +242,7 @@ def make_record(
         if values:
             means[key] = statistics.fmean(values)
     asked = {name: [[p.id, p.messages] for p in ps] for name, ps in prompts.items()}
-    settings = {
+    settings: dict[str, Any] = {
         "target": model.target_name,
         "draft": model.draft_name,
         "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
@@ -241,6 +258,9 @@ def make_record(
         "template": model.chat.template_fingerprint(),
         "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
     }
+    chooser = model.engine.drafter.chooser if config.tree.auto and model.engine.drafter is not None else None
+    if chooser is not None:
+        settings["costs_ms"] = chooser.costs.record()  # what the choice of trees rested on, at the end
     return {
         "tasks": dict(tasks),
         "mean": means,
