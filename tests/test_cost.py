@@ -318,7 +318,8 @@ def test_costs_are_probed_once_and_found_again(monkeypatch, tmp_path):
     monkeypatch.setattr(Engine, "_probe_pass", lambda self, slots, n: sizes.append(n) or probe_pass(self, slots, n))
     first = Engine(target, draft)
     (done,) = first.run([request([5, 6, 7])])
-    assert sorted(set(sizes)) == list(cost.PROBED)
+    assert sizes[0] == 1  # how many more depends on how fast the machine is
+    assert set(sizes) <= set(cost.PROBED)
     (file,) = tmp_path.glob("costs-*.json")
     assert json.loads(file.read_text())["depends"]["dtypes"] == ["torch.float32", "torch.float32"]
     sizes.clear()
