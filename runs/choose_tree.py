@@ -27,7 +27,7 @@ def main() -> None:
     ways = [None, *GRID]
     seconds: dict[str | None, list[float]] = {way: [] for way in ways}
     emitted: dict[str | None, list[int]] = {way: [] for way in ways}
-    cycles: dict[str | None, list[int]] = {way: [] for way in ways}
+    steps: dict[str | None, list[int]] = {way: [] for way in ways}
     with quiet(pause_file()) as found:
         for number, prompt in enumerate(prompts):
             ids = model.prompt_ids(prompt.messages)
@@ -36,11 +36,12 @@ def main() -> None:
                     model.generate(ids, max_new_tokens=8, tree=way, plain=way is None)
             turn = number % len(ways)
             for way in ways[turn:] + ways[:turn]:
-                result = model.generate(ids, max_new_tokens=tokens, tree=way, plain=way is None)
+                request = model.request(ids, max_new_tokens=tokens, tree=way, plain=way is None)
+                result = model.run(request)
+                steps[way].append(request.trees.total())
                 seconds[way].append(result.seconds)
                 emitted[way].append(result.generated_tokens)
-                cycles[way].append(result.cycles)
-            print(f"{number + 1}/{len(prompts)}", file=sys.stderr, flush=True)
+                print(f"{number + 1}/{len(prompts)}", file=sys.stderr, flush=True)
     found.require()
     same = [i for i in range(len(prompts)) if len({emitted[way][i] for way in ways}) == 1]
     rows = {}
@@ -51,7 +52,7 @@ def main() -> None:
             "speedup_median": statistics.median(ratios),
             "speedup_min": min(ratios),
             "speedup_max": max(ratios),
-            "tokens_per_cycle": sum(emitted[way]) / max(sum(cycles[way]), 1),
+            "tokens_per_step": sum(emitted[way]) / sum(steps[way]),
         }
     record = {
         "trees": rows,

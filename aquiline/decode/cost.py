@@ -15,6 +15,7 @@ Sources: Sequoia (arXiv 2402.12374), OPT-Tree (2406.17276); the draft's probabil
 calibration.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -28,77 +29,95 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aquiline.config import UserError
 from aquiline.decode.tree import ROOT, Tree
+from aquiline.files.disk import write_json_atomic
 from aquiline.model.machine import ForeignLoad
 
 KINDS = ("target", "first", "level")  # of passes
+_Key = tuple[str, int, int]  # kind, batch size, context
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-PROBED = (1, 2, 4, 8, 16, 32, 64)  # tokens of each row at which a pass is measured
+PROBED = (1, 8, 2, 32, 4, 16, 64)  # tokens of each row at which a target pass is measured, in this order
 WIDTHS = (1, 2, 4, 8)  # nodes of each row that one draft level may run
-_PROBE_SECONDS = 2.0  # of one kind of pass: what is not measured by then is extrapolated
+MOST_NODES = 63
+_MOST_PROBED = 512  # tokens of all rows: memory for more is not asked for on trial
+_PROBE_SECONDS = 2.5  # of both kinds of pass together; 1 and 8 tokens are measured however long they take
 _SHORTEST_CONTEXT = 256  # cached tokens; a bucket holds up to twice as many as the one before
 _DEPTHS = 8
 _EDGES = torch.tensor([0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95]).log()
+_FADE = 0.998  # of what was learnt about chances, per step
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
+LONGEST_CATCH_UP = _LONGEST_REST + 16  # rows: more are a prompt's, which come once
+_SAVE_SECONDS = 60.0
 
 
 class PassCosts:
-    """Seconds by tokens of a row: linear between the points measured, and moved by every further reading."""
+    """Seconds by tokens of a row: linear between the points measured and, by the last slope, beyond them; moved by
+    every further reading.
+    """
 
     def __init__(self, seconds: dict[int, float]) -> None:
-        self._at = np.array(sorted(seconds), dtype=np.float64)
-        self._seconds = np.array([seconds[n] for n in sorted(seconds)], dtype=np.float64)
+        self._points = dict(sorted(seconds.items()))
         self._table: Floats | None = None
 
     def table(self) -> Floats:
-        """`[1 + most tokens]`, entry n for n tokens; entry 0 is that of 1. Never falls with n."""
+        """`[2 + MOST_NODES]`, entry n for n tokens; entry 0 is that of 1. Never falls with n."""
         if self._table is None:
-            n = np.arange(int(self._at[-1]) + 1)
-            self._table = np.maximum.accumulate(np.interp(n, self._at, self._seconds))
+            n = np.arange(2 + MOST_NODES)
+            at, seconds = np.array(list(self._points)), np.array(list(self._points.values()))
+            values = np.interp(n, at, seconds)
+            if len(at) > 1:
+                slope = max(0.0, (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
+                values = np.where(n > at[-1], seconds[-1] + slope * (n - at[-1]), values)
+            self._table = np.maximum.accumulate(values)
         return self._table
 
     def __call__(self, tokens: int) -> float:
-        """Beyond the largest point in proportion to the tokens."""
+        """Of so many tokens, or of the most that the table has."""
         table = self.table()
-        most = len(table) - 1
-        return float(table[tokens] if tokens <= most else table[most] * tokens / most)
+        return float(table[min(tokens, len(table) - 1)])
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Move the points around `tokens` towards a reading; one far off counts as half off at most."""
-        if tokens > self._at[-1]:
-            return
-        expected = float(np.interp(tokens, self._at, self._seconds))
-        step = 0.05 * float(np.clip(seconds - expected, -expected / 2, expected / 2))
-        right = int(np.searchsorted(self._at, tokens))
-        left = right if self._at[right] == tokens else right - 1
-        share = 1.0 if left == right else float((tokens - self._at[left]) / (self._at[right] - self._at[left]))
-        self._seconds[left] += step * (1 - share if left != right else 1.0)
-        if left != right:
-            self._seconds[right] += step * share
+        """Move the points around `tokens` towards a reading; one far off counts as half off at most. Beyond the last
+        point it makes a new one.
+        """
+        above = [n for n in self._points if n >= tokens]
+        below = [n for n in self._points if n <= tokens]
+        if not above:
+            self._points[tokens] = max(seconds, self._points[below[-1]])
+        else:
+            expected = self(tokens)
+            step = 0.05 * float(np.clip(seconds - expected, -expected / 2, expected / 2))
+            right, left = above[0], below[-1] if below else above[0]
+            share = (tokens - left) / (right - left) if right > left else 0.0
+            self._points[left] += step * (1 - share)
+            if right > left:
+                self._points[right] += step * share
         self._table = None
 
     def points(self) -> dict[int, float]:
-        return {int(n): float(s) for n, s in zip(self._at, self._seconds, strict=True)}
+        return dict(self._points)
 
 
-def probe(run: Callable[[int], object], sizes: Sequence[int], seconds: float = _PROBE_SECONDS) -> dict[int, float]:
-    """Time `run(n)` for each size, the faster of two readings behind one that is not counted. Once `seconds` are
-    spent, larger sizes are taken to cost in proportion to the largest measured.
+def probe(run: Callable[[int], object], sizes: Sequence[int], batch: int, until: float) -> dict[int, float]:
+    """Time `run(n)` for the sizes, in their order, but none after the second that, going by those before it, would
+    end after `until` (of `time.perf_counter`), or has too many tokens. The first run is not counted; of quick passes
+    the faster of two is taken.
     """
-    began = time.perf_counter()
     found: dict[int, float] = {}
+    run(sizes[0])
     for n in sizes:
-        if found and time.perf_counter() - began > seconds:
-            largest = max(k for k in found if k < n)
-            found[n] = found[largest] * n / largest
+        expected = max((s * max(1.0, n / k) for k, s in found.items()), default=0.0)
+        late = time.perf_counter() + expected > until
+        if len(found) >= 2 and (late or batch * n > _MOST_PROBED):
             continue
-        readings = []
-        for _ in range(3):
+        readings: list[float] = []
+        while not readings or (len(readings) < 2 and readings[0] < 0.1):
             start = time.perf_counter()
             run(n)
             readings.append(time.perf_counter() - start)
-        found[n] = min(readings[1:])
+        found[n] = min(readings)
     return found
 
 
@@ -111,65 +130,81 @@ class Costs:
 
     def __init__(self, file: Path | None, depends: dict[str, Any], load: ForeignLoad | None = None) -> None:
         self._file, self._depends, self._load = file, depends, load or ForeignLoad()
-        self._costs: dict[tuple[str, int, int], PassCosts] = {}
-        self._readings: list[tuple[PassCosts, int, float]] = []  # of the time since the load was looked at
-        self._unsaved = 0
-        if file is not None:
-            self._costs = _read(file, depends)
+        self._costs: dict[_Key, PassCosts] = {} if file is None else _read(file, depends)
+        self._trusted = set(self._costs)  # measured on a machine that was left to us: these are saved
+        self._readings: list[tuple[PassCosts, int, float]] = []  # since the load was looked at
+        self._saved_at, self._changed = time.monotonic(), False
 
     def known(self, batch: int) -> bool:
         return any(b == _bucket(batch, 1) for _, b, _ in self._costs)
 
     def probe(self, batch: int, context: int, target: Callable[[int], object], level: Callable[[int], object]) -> None:
         """Time both passes; a cycle's first draft pass is at first taken to cost what a level does. What was timed
-        while others kept the machine busy is not saved, and later readings move it.
+        while others kept the machine busy is used, but not saved.
         """
-        self._load.lately()
-        passes, levels = probe(target, PROBED), probe(level, WIDTHS)
+        self._settle()
+        until = time.perf_counter() + _PROBE_SECONDS
+        levels = probe(level, WIDTHS, batch, until)
+        passes = probe(target, PROBED, batch, until)
+        busy = self._settle()
         for kind, found in zip(KINDS, (passes, levels, levels), strict=True):
-            self._costs[kind, _bucket(batch, 1), _bucket(context, _SHORTEST_CONTEXT)] = PassCosts(found)
-        if not self._load.lately():
-            self.save()
+            key = (kind, _bucket(batch, 1), _bucket(context, _SHORTEST_CONTEXT))
+            self._costs[key] = PassCosts(found)
+            if not busy:
+                self._trusted.add(key)
+        self.save()
 
     def of(self, kind: str, batch: int, context: int) -> PassCosts:
-        """Of a kind of pass (`KINDS`) at this batch size, which is `known`, with so many tokens cached."""
+        """Of a kind of pass (`KINDS`), of which some batch size is `known`, with so many tokens cached."""
         key = (kind, _bucket(batch, 1), _bucket(context, _SHORTEST_CONTEXT))
         if key not in self._costs:
-            near = min((k for k in self._costs if k[:2] == key[:2]), key=lambda k: abs(math.log(k[2] / key[2])))
+            near = min(
+                (k for k in self._costs if k[0] == kind),
+                key=lambda k: (abs(math.log(k[1] / key[1])), abs(math.log(k[2] / key[2]))),
+            )
             self._costs[key] = PassCosts(self._costs[near].points())
+            if near in self._trusted:
+                self._trusted.add(key)
         return self._costs[key]
 
     def observe(self, costs: PassCosts, tokens: int, seconds: float) -> None:
         """A real pass. It counts once the machine is seen to have been left to us meanwhile."""
         self._readings.append((costs, tokens, seconds))
+        self._settle()
+
+    def _settle(self) -> bool | None:
+        """Learn the readings, or drop them, if it is time to look at the load; whether others kept the machine busy."""
         busy = self._load.lately()
         if busy is None:
-            return
-        if not busy:
-            for at, n, s in self._readings:
-                at.observe(n, s)
-            self._unsaved += len(self._readings)
+            return None
+        for at, n, seconds in self._readings:
+            if not busy:
+                at.observe(n, seconds)
+                self._changed = True
         self._readings.clear()
-        if self._unsaved >= 2000:
-            self.save()
+        return busy
 
     def record(self) -> dict[str, dict[int, float]]:
         """Milliseconds by tokens of a row, by kind of pass, batch size and context."""
         named = {f"{k}, batch to {b}, context to {n}": costs for (k, b, n), costs in sorted(self._costs.items())}
         return {k: {n: round(1e3 * s, 3) for n, s in costs.points().items()} for k, costs in named.items()}
 
+    def save_now_and_then(self) -> None:
+        """For the end of a request."""
+        if self._changed and time.monotonic() - self._saved_at > _SAVE_SECONDS:
+            self.save()
+
     def save(self) -> None:
-        """Write the file, as a whole. Where it cannot be written, the next start measures again."""
-        self._unsaved = 0
-        if self._file is None:
+        """Write the file, as a whole, with what another process put there of other sizes. Where it cannot be written,
+        the next start measures again.
+        """
+        self._saved_at, self._changed = time.monotonic(), False
+        if self._file is None or not self._trusted:
             return
-        points = {" ".join(map(str, key)): costs.points() for key, costs in self._costs.items()}
-        part = self._file.with_suffix(".part")
-        try:
-            part.write_text(json.dumps({"depends": self._depends, "seconds": points}, indent=1), encoding="utf-8")
-            part.replace(self._file)
-        except OSError:
-            return
+        costs = _read(self._file, self._depends) | {key: self._costs[key] for key in self._trusted}
+        points = {" ".join(map(str, key)): of.points() for key, of in sorted(costs.items())}
+        with contextlib.suppress(UserError):
+            write_json_atomic(self._file, {"depends": self._depends, "seconds": points})
 
 
 def costs_file(folder: Path | None, depends: dict[str, Any]) -> Path | None:
@@ -180,17 +215,18 @@ def costs_file(folder: Path | None, depends: dict[str, Any]) -> Path | None:
     return folder / f"costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def _read(file: Path, depends: dict[str, Any]) -> dict[tuple[str, int, int], PassCosts]:
+def _read(file: Path, depends: dict[str, Any]) -> dict[_Key, PassCosts]:
     """What a file holds; nothing where it is missing, damaged, or of something else: then it is measured anew."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["depends"] != depends:
             return {}
-        costs = {}
+        costs: dict[_Key, PassCosts] = {}
         for name, points in found["seconds"].items():
             kind, batch, context = name.split(" ")
             seconds = {int(n): float(s) for n, s in points.items()}
-            if not seconds or not all(n >= 1 and 0 < s < 1e3 for n, s in seconds.items()):
+            fine = kind in KINDS and int(batch) >= 1 and int(context) >= 1 and bool(seconds)
+            if not fine or not all(n >= 1 and 0 < s < 1e3 for n, s in seconds.items()):
                 return {}
             costs[kind, int(batch), int(context)] = PassCosts(seconds)
         found_kinds = {(b, kind) for kind, b, _ in costs}
@@ -208,48 +244,54 @@ class Calibration:
     """Chance of a node, its parent being accepted, from the draft's own probability of it and its depth.
 
     That probability times a factor: accepted over expected of the nodes judged so far with about that probability
-    (`_EDGES`) at that depth, beginning as if 2 had been expected and 1.8 accepted; old ones fade.
+    (`_EDGES`) at that depth, beginning as if 2 had been expected and 1.8 accepted. What was learnt fades.
     """
 
     def __init__(self) -> None:
         self._expected = torch.zeros(_DEPTHS, len(_EDGES) + 1)
         self._accepted = torch.zeros_like(self._expected)
 
-    def log_chances(self, log_probs: Tensor, depth: int) -> Tensor:
-        """Of the children at a depth, all shapes; at most 0."""
-        at = min(depth, _DEPTHS) - 1
-        factors = ((1.8 + self._accepted[at]) / (2.0 + self._expected[at])).log().to(log_probs.device)
-        return (log_probs + factors[torch.bucketize(log_probs, _EDGES.to(log_probs.device))]).clamp(max=0)
+    def log_chances(self, log_probs: Tensor, depth: int | Tensor) -> Tensor:
+        """Of children at a depth, all shapes; at most 0. `depth`: one for all, or of each."""
+        at = torch.as_tensor(depth).clamp(max=_DEPTHS) - 1
+        factors = ((1.8 + self._accepted) / (2.0 + self._expected)).log().to(log_probs.device)
+        return (log_probs + factors[at, torch.bucketize(log_probs, _EDGES.to(log_probs.device))]).clamp(max=0)
 
     def learn(self, depths_N: Tensor, log_probs_N: Tensor, accepted_N: Tensor) -> None:
         """Nodes whose parents were accepted, and whether they were."""
         at = (depths_N.clamp(max=_DEPTHS) - 1, torch.bucketize(log_probs_N, _EDGES))
-        self._expected.mul_(0.998)
-        self._accepted.mul_(0.998)
         self._expected.index_put_(at, log_probs_N.exp(), accumulate=True)
         self._accepted.index_put_(at, accepted_N.float(), accumulate=True)
+
+    def fade(self) -> None:
+        """At every step, plain ones too: what made trees too dear is forgotten, or nothing would be judged again."""
+        self._expected.mul_(_FADE)
+        self._accepted.mul_(_FADE)
 
 
 @dataclass
 class Mood:
     """What a request's last cycles say: how far its text can be trusted to be accepted, and whether it rests."""
 
-    expected: float = 0.0  # accepted tokens of its last cycles, as the calibration has them
+    expected: float = 0.0  # accepted nodes of its last cycles, as the calibration has them
     accepted: float = 0.0
     resting: int = 0  # plain steps left
     rest: int = _FIRST_REST
     value: float | None = None  # smoothed log of the rate of its trees over that of the plain step
-    trying: bool = False
+    trying: bool = False  # the next tree is the first behind a rest
+    price: float = 1.0  # of the last tree, its draft passes included, in plain steps
 
     @property
     def trust(self) -> float:
-        """Factor on every chance, per depth."""
+        """Factor on the chance of every node, its parent being accepted."""
         return min(1.2, (2.0 + self.accepted) / (2.0 + self.expected))
 
     def judged(self, expected: float, accepted: int) -> None:
-        """A tree was verified."""
+        """A tree was verified: of the nodes whose parents were accepted so many were expected to be, and were."""
         self.expected = 0.85 * self.expected + expected
         self.accepted = 0.85 * self.accepted + accepted
+        if 1 + accepted > self.price:  # it has paid, whatever was expected
+            self.resting, self.rest = 0, _FIRST_REST
 
     def rests(self) -> bool:
         """Whether the coming step is a plain one. Resting, it forgets what made it rest."""
@@ -261,14 +303,14 @@ class Mood:
         self.trying = self.resting == 0
         return True
 
-    def drafted(self, gain: float, nodes: int) -> None:
-        """A tree was made, whose rate is `gain` times that of the plain step, the draft's time included; without any
-        node that pays it has failed.
+    def drafted(self, tokens: float, price: float, nodes: int) -> None:
+        """A tree was made of which so many `tokens` are expected, at a `price` in plain steps; without any node that
+        pays it has failed.
         """
-        now = math.log(max(gain, 1e-3)) if nodes else min(math.log(max(gain, 1e-3)), -0.01)
+        now = math.log(max(tokens / price, 1e-3)) if nodes else min(-math.log(price), -0.01)
         fresh = self.value is None or self.trying
         self.value = now if fresh or self.value is None else 0.7 * self.value + 0.3 * now
-        self.trying = False
+        self.trying, self.price = False, price
         if self.value < 0:
             self.resting, self.rest = self.rest, min(2 * self.rest, _LONGEST_REST)
         elif now > 0:
@@ -297,48 +339,56 @@ class Chooser:
     profile_DC: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # by depth and rank, parent accepted
 
     def chances_of_children(self, log_probs_BKC: Tensor, depth: int, moods: Sequence[Mood]) -> Tensor:
-        """Calibrated log chances, parents accepted."""
-        trust = torch.tensor([math.log(mood.trust) for mood in moods], device=log_probs_BKC.device)
-        return (self.calibration.log_chances(log_probs_BKC, depth) + trust[:, None, None]).clamp(max=0)
+        """Calibrated log chances, parents accepted; those of siblings add up to 1 at most."""
+        trust_B = torch.tensor([math.log(mood.trust) for mood in moods], device=log_probs_BKC.device)
+        chances_BKC = self.calibration.log_chances(log_probs_BKC, depth) + trust_B[:, None, None]
+        return chances_BKC - chances_BKC.logsumexp(-1, keepdim=True).clamp(min=0)
 
-    def saw(self, chances_BKC: Floats, parents_BK: Floats, depth: int) -> None:
-        """Learn what children of this depth are worth: their mean, weighted by the chances of their parents."""
-        C = chances_BKC.shape[-1]
+    def saw(self, chances_BKC: Floats, parents_BK: Floats, depth: int, moods: Sequence[Mood]) -> None:
+        """Learn what children of this depth are worth where text is trusted: their mean, weighted by their parents."""
+        C, trust_B = chances_BKC.shape[-1], np.array([mood.trust for mood in moods])
         if self.profile_DC.shape != (_DEPTHS, C):
-            self.profile_DC = np.tile(0.5 * 0.4 ** np.arange(C), (_DEPTHS, 1))
-        mean = (chances_BKC * parents_BK[..., None]).sum((0, 1)) / max(parents_BK.sum(), 1e-9)
+            self.profile_DC = np.tile(_usual(C), (_DEPTHS, 1))
+        worth_BKC = (chances_BKC / trust_B[:, None, None]).clip(max=1.0)
+        mean = (worth_BKC * parents_BK[..., None]).sum((0, 1)) / max(parents_BK.sum(), 1e-9)
         at = min(depth, _DEPTHS) - 1
         self.profile_DC[at] += 0.05 * (mean - self.profile_DC[at])
 
     def next_width(
-        self, chances_BM: Floats, level_BK: Floats, depth: int, spent: float, batch: int, context: int
-    ) -> int:
+        self, chances_BM: Floats, level_BK: Floats, depth: int, spent: float, V: Floats, level: PassCosts,
+        batch: int, moods: Sequence[Mood],
+    ) -> int:  # fmt: skip
         """How many nodes the draft should run at the next level; 0: the tree is deep enough.
 
         `chances_BM` of all nodes made, `level_BK` of those that could run, both descending; `depth` of the latter.
         """
-        V, c = self.costs.of("target", batch, context).table(), self.costs.of("level", batch, context)
         best, width = best_nodes(chances_BM, V, spent, batch)[1], 0
-        children_C = self.profile_DC[min(depth + 1, _DEPTHS) - 1]
+        trust_B = np.array([mood.trust for mood in moods])
+        children_BC = self.profile_DC[min(depth + 1, _DEPTHS) - 1] * trust_B[:, None]
         for w in WIDTHS:
             if w > level_BK.shape[1]:
                 break
-            further_BM = (level_BK[:, :w, None] * children_C).reshape(len(level_BK), -1)
+            further_BM = (level_BK[:, :w, None] * children_BC[:, None]).reshape(len(level_BK), -1)
             all_BM = -np.sort(-np.concatenate((chances_BM, further_BM), axis=1), axis=1)
-            rate = best_nodes(all_BM, V, spent + c(w), batch)[1]
+            rate = best_nodes(all_BM, V, spent + level(w), batch)[1]
             if rate > best:
                 best, width = rate, w
         return width
 
     def learn(self, tree: Tree, path: Sequence[int], mood: Mood) -> None:
-        """A verified tree of a row: every node whose parent was accepted has been judged."""
+        """A row's step: of its tree every node whose parent was accepted has been judged."""
+        self.calibration.fade()
+        self.profile_DC += (1 - _FADE) * (_usual(self.profile_DC.shape[1]) - self.profile_DC)
         if len(tree) == 0 or tree.steps_N is None:
             return
-        visited = torch.tensor([ROOT, *path])
         parents, depths, steps = tree.parents_N.cpu(), tree.depths_N.cpu(), tree.steps_N.cpu()
-        judged = torch.isin(parents, visited)
+        judged = torch.isin(parents, torch.tensor([ROOT, *path]))
         accepted = torch.zeros(len(tree), dtype=torch.bool)
         accepted[list(path)] = True
-        chances = tree.scores_N.cpu() - math.log(mood.trust) * depths
-        mood.judged(float(chances.clamp(max=0).exp().sum()), len(path))
+        mood.judged(float(self.calibration.log_chances(steps[judged], depths[judged]).exp().sum()), len(path))
         self.calibration.learn(depths[judged], steps[judged], accepted[judged])
+
+
+def _usual(children: int) -> Floats:
+    """Chances by rank, before anything is known."""
+    return np.array([0.5 * 0.4**rank for rank in range(children)])

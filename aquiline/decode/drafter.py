@@ -4,6 +4,7 @@ Letters: B rows, K nodes of a level, H draft width, A width of aux.
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aquiline.config import TreeConfig
-from aquiline.decode.cost import KINDS, WIDTHS, Chooser, Costs, Floats, Mood, PassCosts, best_nodes
+from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Floats, Mood, best_nodes
 from aquiline.decode.sampling import Sampler
 from aquiline.decode.tree import Level, Tree, TreeBuilder
 from aquiline.model.draft import Draft, DraftOutput
@@ -48,9 +49,8 @@ class Drafter(Protocol):
     """Proposes a tree per row before each verification; the engine tells it of slots that move or end."""
 
     reads_aux: bool
-    chooser: Chooser | None  # of rows whose tree is `auto`
 
-    def draft(self, rows: Sequence[Row]) -> list[Tree]: ...
+    def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]: ...
     def move(self, source: int, destination: int) -> None: ...
     def truncate(self, slot: int, length: int) -> None: ...
     def length(self, slot: int) -> int: ...
@@ -64,23 +64,27 @@ class EagleDrafter:
 
     def __init__(self, draft: Draft, target_embed: Callable[[Tensor], Tensor], num_slots: int, capacity: int) -> None:
         self.model = draft
-        self.chooser: Chooser | None = None
         self.cache = draft.new_cache(num_slots, capacity)
         self._target_embed = target_embed
 
-    def draft(self, rows: Sequence[Row]) -> list[Tree]:
+    def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]:
         trees = [Tree.empty(self._device)] * len(rows)
         drafting = [(b, config) for b, row in enumerate(rows) if (config := row.tree_that_fits()) is not None]
-        for auto, grow in ((False, self._grow), (True, self._grow_what_pays)):
-            of = [(b, config) for b, config in drafting if config.auto == auto]
-            of = [(b, config) for b, config in of if not (auto and rows[b].mood.rests())]
-            if of:
-                made = grow([rows[b] for b, _ in of], [config for _, config in of], len(rows))
-                for (b, _), tree in zip(of, made, strict=True):
-                    trees[b] = tree
+        fixed = [(b, config) for b, config in drafting if not config.auto]
+        auto = [(b, config) for b, config in drafting if config.auto and not rows[b].mood.rests()]
+        if fixed:
+            made = self._grow([rows[b] for b, _ in fixed], [config for _, config in fixed])
+            for (b, _), tree in zip(fixed, made, strict=True):
+                trees[b] = tree
+        if auto:
+            assert chooser is not None
+            taken = max(map(len, trees))  # nodes that the pass has room for anyhow
+            made = self._grow_what_pays([rows[b] for b, _ in auto], [c for _, c in auto], chooser, len(rows), taken)
+            for (b, _), tree in zip(auto, made, strict=True):
+                trees[b] = tree
         return trees
 
-    def _grow(self, rows: list[Row], configs: list[TreeConfig], batch: int) -> list[Tree]:
+    def _grow(self, rows: list[Row], configs: list[TreeConfig]) -> list[Tree]:
         """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made."""
         levels = _Levels(self, rows)
         builder = TreeBuilder(configs, self.model.vocab.target_ids_W)
@@ -89,50 +93,55 @@ class EagleDrafter:
             level = builder.extend(levels.run(level))
         return builder.rerank()
 
-    def _grow_what_pays(self, rows: list[Row], configs: list[TreeConfig], batch: int) -> list[Tree]:
+    def _grow_what_pays(
+        self, rows: list[Row], configs: list[TreeConfig], chooser: Chooser, batch: int, taken: int
+    ) -> list[Tree]:
         """The same, but costs and chances say how many nodes run at each level, when to stop, and what is verified.
 
-        `batch`: rows of the target pass to come, those that do not draft included.
+        The target pass to come has `batch` rows, and holds `taken` nodes of some of them whatever is chosen.
         """
-        chooser, moods = self.chooser, [row.mood for row in rows]
-        assert chooser is not None
-        context = max(len(row.known) for row in rows)
-        costs = [chooser.costs.of(kind, batch, context) for kind in KINDS]
-        ran = min(max(sum(map(len, row.pending_aux)) for row in rows), WIDTHS[-1])  # a prompt's rows come only once
-        clock = _Clock(self._device)
-        levels = _Levels(self, rows)
+        moods, context = [row.mood for row in rows], max(len(row.known) for row in rows)
+        V = chooser.costs.of("target", batch, context).table()
+        V = V[np.maximum(np.arange(len(V)), 1 + taken).clip(max=len(V) - 1)]
+        first, level = (chooser.costs.of(kind, len(rows), context) for kind in ("first", "level"))
+        new = max(sum(map(len, row.pending_aux)) for row in rows)
+        spent = first(new if new <= LONGEST_CATCH_UP else 1)
+        laps = [time.perf_counter()]
+        levels, ran = _Levels(self, rows), [new]
         builder = TreeBuilder(
             configs,
             self.model.vocab.target_ids_W,
             lambda steps, depth: chooser.chances_of_children(steps, depth, moods),
         )
-        log_probs, parents_BK, spent = levels.first(), np.ones((len(rows), 1)), costs[1](ran)
-        deepest = max(config.depth for config in configs)
+        log_probs, parents_BK = levels.first(), np.ones((len(rows), 1))
+        deepest, widest = max(config.depth for config in configs), configs[0].top_k
         made: list[Floats] = []
         for depth in range(1, deepest + 1):
             chances_BKC = _chances(builder.add(log_probs))
-            chooser.saw(chances_BKC, parents_BK, depth)
+            chooser.saw(chances_BKC, parents_BK, depth, moods)
             level_BK = _descending((parents_BK[..., None] * chances_BKC).reshape(len(rows), -1))
             made.append(level_BK)
-            all_BM = _descending(np.concatenate(made, axis=1))
-            runnable_BK, width = level_BK[:, : configs[0].top_k], 0
+            all_BM, runnable_BK, width = _descending(np.concatenate(made, axis=1)), level_BK[:, :widest], 0
             if depth < deepest:
-                width = chooser.next_width(all_BM, runnable_BK, depth, spent, batch, context)
-            clock.lap(chooser.costs, costs[1 if depth == 1 else 2], ran)
+                width = chooser.next_width(all_BM, runnable_BK, depth, spent, V, level, batch, moods)
             if width == 0:
                 break
-            ran, parents_BK, spent = width, runnable_BK[:, :width], spent + costs[2](width)
+            laps.append(time.perf_counter())
+            ran.append(width)
+            parents_BK, spent = runnable_BK[:, :width], spent + level(width)
             log_probs = levels.run(builder.next_level(width))
-        return self._what_pays(builder, all_BM, costs[0].table(), spent, batch, moods)
-
-    def _what_pays(
-        self, builder: TreeBuilder, chances_BM: Floats, V: Floats, spent: float, batch: int, moods: list[Mood]
-    ) -> list[Tree]:
-        """Of the nodes made, as many as pay."""
-        nodes, _ = best_nodes(chances_BM, V, spent, batch)
-        for mood, tokens in zip(moods, 1 + chances_BM[:, :nodes].sum(1), strict=True):
-            mood.drafted(tokens * V[1] / (spent + V[1 + nodes]), nodes)
-        return [tree.prefix(nodes) for tree in builder.rerank()]
+        trees = builder.rerank()
+        laps.append(time.perf_counter())
+        for number, (began, ended) in enumerate(itertools.pairwise(laps)):
+            if ran[number] <= LONGEST_CATCH_UP:
+                chooser.costs.observe(level if number else first, ran[number], ended - began)
+        nodes = best_nodes(all_BM, V, spent, batch)[0]
+        tokens, price = 1 + float(all_BM[:, :nodes].sum()) / batch, (spent + V[1 + nodes]) / V[1]
+        trying = any(mood.trying for mood in moods)
+        for mood in moods:  # of the batch as a whole: nodes beside others' are free
+            mood.drafted(tokens, float(price), nodes)
+        nodes = max(nodes, int(trying))  # or nothing would be learnt
+        return [tree.prefix(nodes) for tree in trees]
 
     def catch_up(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Feed the rows whose aux is new; the last row's feature `[B, 1, H]` and hidden state `[B, H]`."""
@@ -233,20 +242,6 @@ class _Levels:
         return drafter.log_probs(out.hidden_BNH)
 
 
-class _Clock:
-    """Laps of a cycle's draft passes. Off the CPU the host does not wait for a pass, so a lap would say nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._ticks = device.type == "cpu"
-        self._last = time.perf_counter()
-
-    def lap(self, costs: Costs, of: PassCosts, tokens: int) -> None:
-        now = time.perf_counter()
-        if self._ticks:
-            costs.observe(of, tokens, now - self._last)
-        self._last = now
-
-
 def _chances(log_chances: Tensor) -> Floats:
     return log_chances.exp().nan_to_num(nan=0.0).double().cpu().numpy()
 
@@ -262,13 +257,12 @@ class NgramDrafter:
 
     def __init__(self, device: torch.device | str = "cpu", longest: int = 4, shortest: int = 2) -> None:
         self._device = device
-        self.chooser: Chooser | None = None
         self._sizes = range(longest, shortest - 1, -1)
 
-    def draft(self, rows: Sequence[Row]) -> list[Tree]:
-        return [self._draft(row, row.tree_that_fits(), len(rows)) for row in rows]
+    def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]:
+        return [self._draft(row, row.tree_that_fits(), chooser, len(rows)) for row in rows]
 
-    def _draft(self, row: Row, config: TreeConfig | None, batch: int) -> Tree:
+    def _draft(self, row: Row, config: TreeConfig | None, chooser: Chooser | None, batch: int) -> Tree:
         """With `auto` the longest match alone, as far as it pays."""
         if config is None or not config.auto:
             return self._lookup(row.known, config)
@@ -277,14 +271,16 @@ class NgramDrafter:
             tree = self._lookup(row.known, dataclasses.replace(config, top_k=1))
         if len(tree) == 0:
             return tree
-        assert self.chooser is not None
+        assert chooser is not None
         sure_1M1 = torch.zeros(1, len(tree), 1)
-        steps = [self.chooser.chances_of_children(sure_1M1[:, i : i + 1], i + 1, [row.mood]) for i in range(len(tree))]
+        steps = [chooser.chances_of_children(sure_1M1[:, i : i + 1], i + 1, [row.mood]) for i in range(len(tree))]
         scores_N = torch.cat(steps, 1).flatten().cumsum(0)
-        V = self.chooser.costs.of("target", batch, len(row.known)).table()
+        V = chooser.costs.of("target", batch, len(row.known)).table()
         chances = _chances(scores_N)[None]
-        nodes, _ = best_nodes(chances, V, 0.0, batch)
-        row.mood.drafted((1 + chances[0, :nodes].sum()) * V[1] / V[1 + nodes], nodes)
+        nodes = best_nodes(chances, V, 0.0, batch)[0]
+        trying = row.mood.trying
+        row.mood.drafted(1 + float(chances[0, :nodes].sum()), float(V[1 + nodes] / V[1]), nodes)
+        nodes = max(nodes, int(trying))
         return dataclasses.replace(tree, scores_N=scores_N, steps_N=sure_1M1.flatten()).prefix(nodes)
 
     def _lookup(self, known: list[int], config: TreeConfig | None) -> Tree:

@@ -65,7 +65,7 @@ def speculative_step(
     Afterwards `known` of each row has grown by the verdict's tokens, and its cache by the tokens of the path and the
     root. A row that must stop inside them is cut back by the engine.
     """
-    trees = [Tree.empty(target.device)] * len(rows) if drafter is None else drafter.draft(rows)
+    trees = [Tree.empty(target.device)] * len(rows) if drafter is None else drafter.draft(rows, chooser)
     began = time.perf_counter()
     flat = flatten(trees, [row.known[-1] for row in rows], [len(row.known) - 1 for row in rows])
     mask_BNN = flat.mask_BNN if flat.ids_BN.shape[1] > 1 else None
@@ -74,10 +74,10 @@ def speculative_step(
     for b, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         _keep(cache, drafter, row, verdict, out, b)
     if chooser is not None:
-        context, seconds = max(len(row.known) for row in rows), time.perf_counter() - began
-        chooser.costs.observe(chooser.costs.of("target", len(rows), context), flat.ids_BN.shape[1], seconds)
         for row, tree, verdict in zip(rows, trees, verdicts, strict=True):
             chooser.learn(tree, verdict.path, row.mood)
+        costs = chooser.costs.of("target", len(rows), max(len(row.known) for row in rows))
+        chooser.costs.observe(costs, flat.ids_BN.shape[1], time.perf_counter() - began)
     return [Outcome(tree, verdict) for tree, verdict in zip(trees, verdicts, strict=True)]
 
 

@@ -29,9 +29,7 @@ class Tree:
     parents_N: Tensor  # int64, index of a node further left, or ROOT
     depths_N: Tensor  # int64, from 1
     scores_N: Tensor  # float32, sum of the draft's log-probabilities from the root; 0 where no draft gave any
-    steps_N: Tensor | None = (
-        None  # float32, the draft's own of each node alone; where the scores are calibrated chances
-    )
+    steps_N: Tensor | None = None  # float32, the draft's of each node alone: where scores are calibrated chances
 
     @staticmethod
     def empty(device: torch.device | str = "cpu") -> "Tree":
@@ -214,7 +212,9 @@ class TreeBuilder:
         return None if self._depth == self._max_depth else self.next_level(self._k)
 
     def add(self, log_probs_BKW: Tensor) -> Tensor:
-        """Give each node just run its top-k children; the scores of these, less their parents', `[B, K, C]`."""
+        """Give each node just run its top-k children; the scores of these, less their parents', `[B, K, C]`; -inf where
+        a row's limits forbid one.
+        """
         num_rows, k = len(self._configs), self._k
         self._depth += 1
         steps_BKC, ids_BKC = log_probs_BKW.reshape(num_rows, -1, len(self._target_ids_W)).topk(k)
@@ -227,6 +227,7 @@ class TreeBuilder:
         if self._mixed:
             made_BC = (self._rank_K < self._top_k_B1) & (self._depth <= self._depth_B1)
             scores_BKC = scores_BKC.masked_fill(~made_BC[:, None], -torch.inf)
+            steps_BKC = steps_BKC.masked_fill(~made_BC[:, None], -torch.inf)
         scores_BM = scores_BKC.flatten(1)
         tokens_BM = self._target_ids_W[ids_BKC].flatten(1)
         self._scores.append(scores_BM)
@@ -245,7 +246,8 @@ class TreeBuilder:
         seen_BKM = self._ran_mask_BKM[self._rows_B1, feature_rows_BK]
         self._ran_scores_BK = best_scores_BM[:, :width]
         if self._mixed:  # only the row's own top-k best go on
-            self._ran_scores_BK = self._ran_scores_BK.masked_fill(self._rank_K >= self._top_k_B1, -torch.inf)
+            rank_K = torch.arange(best_BK.shape[1], device=best_BK.device)
+            self._ran_scores_BK = self._ran_scores_BK.masked_fill(rank_K >= self._top_k_B1, -torch.inf)
         self._ran_nodes_BK = self._num_made - made + best_BK
         itself_KK = torch.eye(best_BK.shape[1], dtype=torch.bool, device=best_BK.device)
         self._ran_mask_BKM = torch.cat([seen_BKM, itself_KK.expand(num_rows, -1, -1)], dim=2)

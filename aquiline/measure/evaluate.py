@@ -212,11 +212,10 @@ def _by_position(requests: Sequence[Request], trained_length: int) -> dict[str, 
     edges = {"to half the trained length": 0.5, "to the trained length": 1.0, "to twice": 2.0, "beyond": float("inf")}
     lengths: dict[str, list[int]] = {name: [] for name in edges}
     for r in requests:
-        position = len(r.prompt_ids) + 1  # the first token is prefill's; a head drafts at every cycle after it
-        for emitted in r.cycle_lengths:
+        for start, emitted in zip(r.cycle_starts, r.cycle_lengths, strict=True):
+            position = len(r.prompt_ids) + start
             name = next(n for n, edge in edges.items() if position <= edge * trained_length)
             lengths[name].append(emitted)
-            position += emitted
     return {n: {"cycles": len(x), "tau": statistics.fmean(x)} for n, x in lengths.items() if x}
 
 
@@ -242,7 +241,7 @@ def make_record(
         if values:
             means[key] = statistics.fmean(values)
     asked = {name: [[p.id, p.messages] for p in ps] for name, ps in prompts.items()}
-    settings: dict[str, Any] = {
+    settings = {
         "target": model.target_name,
         "draft": model.draft_name,
         "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
@@ -258,13 +257,12 @@ def make_record(
         "template": model.chat.template_fingerprint(),
         "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
     }
-    chooser = model.engine.drafter.chooser if config.tree.auto and model.engine.drafter is not None else None
-    if chooser is not None:
-        settings["costs_ms"] = chooser.costs.record()  # what the choice of trees rested on, at the end
+    chooser = model.engine.chooser if config.tree.auto else None
     return {
         "tasks": dict(tasks),
         "mean": means,
         "settings": settings,
+        **({} if chooser is None else {"costs_ms": chooser.costs.record()}),  # which the trees rested on, at the end
         "machine": machine(model.target.device) | ({} if quiet is None else quiet.record()),
         "versions": versions(),
         "definitions": DEFINITIONS,

@@ -119,6 +119,12 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+@functools.cache
+def kernel_fingerprint() -> str:
+    """Of the kernel's source."""
+    return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+
+
 def _load(compiler: list[str]) -> ctypes.CDLL:
     openmp = _openmp()
     version = _run([*compiler, "--version"])

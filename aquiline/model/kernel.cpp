@@ -501,8 +501,9 @@ class Meeting {
   }
 
  private:
-  std::atomic<int> missing{0}, round{0};
-  int all = 0;
+  alignas(64) std::atomic<int> missing{0};
+  alignas(64) std::atomic<int> round{0};
+  alignas(64) int all = 0;
 };
 
 template <typename T>
