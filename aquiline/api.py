@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from aquiline.config import DEFAULT_TREE, AquilineWarning, Limits, SamplingConfig, TreeConfig, UserError, require
+from aquiline.config import AUTO_TREE, AquilineWarning, Limits, SamplingConfig, TreeConfig, UserError, require
 from aquiline.data.chat import Chat, Message, StopMatcher
 from aquiline.decode.engine import Engine, Request, check_tree_and_draft
 from aquiline.files import checkpoint, disk
@@ -31,6 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 _JUDGED_CYCLES = 32  # fewer say nothing about a draft
 _HOPELESS_TAU = 1.05
+_IDLE_STEPS = 64  # without any tree
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Model:
             self.prompt_ids(prompt),
             SamplingConfig(**sampling),
             limits,
-            None if plain or self.draft is None else tree or DEFAULT_TREE,
+            None if plain or self.draft is None else tree or AUTO_TREE,
             self.chat.stop_matcher(limits),
             hold,
         )
@@ -184,6 +185,9 @@ class Model:
             return
         # A step for which a head makes no tree at all (its scores are not numbers) is a cycle that yields one token.
         idle = max(0, len(request.output_ids) - 1 - sum(request.cycle_lengths)) if request.cycles == 0 else 0
+        if request.tree.auto:  # which has a reason when it makes none
+            self._watch_choice(idle)
+            idle = 0
         self._cycles += request.cycles + idle
         self._emitted += sum(request.cycle_lengths) + idle
         if self._cycles >= _JUDGED_CYCLES and self._emitted < _HOPELESS_TAU * self._cycles:
@@ -199,6 +203,14 @@ class Model:
                 "length",
                 f"decoding went past the {trained} tokens the draft was trained to; acceptance is untested there "
                 "(the text stays right)",
+            )
+
+    def _watch_choice(self, steps: int) -> None:
+        if steps >= _IDLE_STEPS:
+            self._warn_once(
+                "idle",
+                f"in {steps} steps no drafted tree was expected to pay: the draft's tokens are not accepted, or a pass "
+                "over several tokens costs too much here. `aquiline eval --tree 6:8:60 --no-plain` shows which",
             )
 
     def _warn_once(self, topic: str, message: str) -> None:

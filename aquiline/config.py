@@ -207,11 +207,15 @@ class DraftConfig:
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """The drafted tree of one cycle, written DEPTH:TOPK:NODES; a chain of D tokens is D:1:D."""
+    """The drafted tree of one cycle, written DEPTH:TOPK:NODES; a chain of D tokens is D:1:D.
+
+    With `auto`, written just that, the three are limits, and every cycle has the tree that pays (decode/cost.py).
+    """
 
     depth: int
     top_k: int
     num_nodes: int  # the root is not counted
+    auto: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -220,7 +224,7 @@ class TreeConfig:
         )
 
     def __str__(self) -> str:
-        return f"{self.depth}:{self.top_k}:{self.num_nodes}"
+        return "auto" if self.auto else f"{self.depth}:{self.top_k}:{self.num_nodes}"
 
     @property
     def is_chain(self) -> bool:
@@ -228,17 +232,20 @@ class TreeConfig:
 
     @staticmethod
     def parse(text: str) -> "TreeConfig":
-        """Read DEPTH:TOPK:NODES; UserError on anything else."""
+        """Read DEPTH:TOPK:NODES, or auto; UserError on anything else."""
+        if text == "auto":
+            return AUTO_TREE
         parts = text.split(":")
         require(
             len(parts) == 3 and all(p.isdecimal() and len(p) < 8 for p in parts),
-            f"tree {text!r} is not DEPTH:TOPK:NODES; for example 6:8:60, or 4:1:4 for a chain of four",
+            f"tree {text!r} is neither auto nor DEPTH:TOPK:NODES; for example 6:8:60, or 4:1:4 for a chain of four",
         )
-        return TreeConfig(*(int(p) for p in parts))
+        depth, top_k, num_nodes = (int(p) for p in parts)
+        return TreeConfig(depth, top_k, num_nodes)
 
 
 REFERENCE_TREE = TreeConfig(6, 8, 60)  # the tree by which tau is judged
-DEFAULT_TREE = TreeConfig(2, 6, 11)  # the fastest of a grid, docs/results.md; what decoding uses unless told otherwise
+AUTO_TREE = TreeConfig(8, 8, 63, auto=True)  # what a step costs and gains decides; the default
 
 
 @dataclass(frozen=True)
@@ -366,7 +373,7 @@ class Limits:
 class EvalConfig:
     """One measurement of a target with its draft: the same prompts plainly and speculatively."""
 
-    tree: TreeConfig = DEFAULT_TREE
+    tree: TreeConfig = AUTO_TREE
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0  # of every prompt

@@ -1,4 +1,6 @@
-"""Which fixed tree decodes fastest on this machine: `python runs/choose_tree.py OUT.json TOKENS FILE.jsonl...`
+"""Which fixed tree decodes fastest on this machine, and how near `auto` comes.
+
+    python runs/choose_tree.py OUT.json TOKENS FILE.jsonl...
 
 Every prompt is decoded plainly and with each tree of the grid, in an order that rotates from prompt to prompt. A tree's
 figure is plain time over its time, summed over prompts that gave the same number of tokens; the spread is over prompts.
@@ -9,14 +11,13 @@ import statistics
 import sys
 
 from aquiline.api import load
-from aquiline.config import TreeConfig
 from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, versions
 from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
 from aquiline.model.backend import describe
 
-GRID = ["1:4:4", "2:3:5", "2:4:7", "2:6:11", "2:8:15", "3:3:7", "3:4:9", "3:6:15", "4:1:4", "4:4:15", "5:6:31"]
+GRID = ["auto", "1:4:4", "2:3:5", "2:4:7", "2:6:11", "2:8:15", "3:3:7", "3:4:9", "3:6:15", "4:1:4", "4:4:15", "5:6:31"]
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     ways = [None, *GRID]
     seconds: dict[str | None, list[float]] = {way: [] for way in ways}
     emitted: dict[str | None, list[int]] = {way: [] for way in ways}
-    cycles: dict[str | None, list[int]] = {way: [] for way in ways}
+    steps: dict[str | None, list[int]] = {way: [] for way in ways}
     with quiet(pause_file()) as found:
         for number, prompt in enumerate(prompts):
             ids = model.prompt_ids(prompt.messages)
@@ -35,11 +36,12 @@ def main() -> None:
                     model.generate(ids, max_new_tokens=8, tree=way, plain=way is None)
             turn = number % len(ways)
             for way in ways[turn:] + ways[:turn]:
-                result = model.generate(ids, max_new_tokens=tokens, tree=way, plain=way is None)
+                request = model.request(ids, max_new_tokens=tokens, tree=way, plain=way is None)
+                result = model.run(request)
+                steps[way].append(request.trees.total())
                 seconds[way].append(result.seconds)
                 emitted[way].append(result.generated_tokens)
-                cycles[way].append(result.cycles)
-            print(f"{number + 1}/{len(prompts)}", file=sys.stderr, flush=True)
+                print(f"{number + 1}/{len(prompts)}", file=sys.stderr, flush=True)
     found.require()
     same = [i for i in range(len(prompts)) if len({emitted[way][i] for way in ways}) == 1]
     rows = {}
@@ -50,12 +52,11 @@ def main() -> None:
             "speedup_median": statistics.median(ratios),
             "speedup_min": min(ratios),
             "speedup_max": max(ratios),
-            "tokens_per_cycle": sum(emitted[way]) / max(sum(cycles[way]), 1),
-            "nodes": TreeConfig.parse(way).num_nodes,
+            "tokens_per_step": sum(emitted[way]) / sum(steps[way]),
         }
     record = {
         "trees": rows,
-        "best": max(rows, key=lambda way: rows[way]["speedup"]),
+        "best_fixed": max(GRID[1:], key=lambda way: rows[way]["speedup"]),
         "prompts": len(same),
         "max_new_tokens": tokens,
         "plain_tokens_per_second": sum(emitted[None]) / sum(seconds[None]),
@@ -69,7 +70,9 @@ def main() -> None:
         "versions": versions(),
     }
     write_json_atomic(out, record)
-    print(json.dumps({way: round(row["speedup"], 3) for way, row in rows.items()} | {"best": record["best"]}))
+    print(
+        json.dumps({way: round(row["speedup"], 3) for way, row in rows.items()} | {"best_fixed": record["best_fixed"]})
+    )
 
 
 if __name__ == "__main__":

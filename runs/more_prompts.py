@@ -3,8 +3,8 @@
     python runs/more_prompts.py OUT.jsonl PROMPTS_FOLDER [--answered FILE.jsonl]... [--seed 0]
 
 PROMPTS_FOLDER holds JSONL files of prompts named after their source; a row has `messages`, `source` and `id`. Rows that
-are `--answered` already are left out. `aquiline data answer` then answers every turn, the second ones after its own first
-answers.
+are `--answered` already are left out. `aquiline data answer` then answers every turn, the second ones after its own
+first answers.
 """
 
 import argparse

@@ -57,6 +57,12 @@ def tiny_draft(target: Target, seed: int = 1, draft_vocab_size: int = 40, **chan
     return draft
 
 
+@pytest.fixture(autouse=True)
+def no_kept_costs(monkeypatch) -> None:
+    """What passes cost in one test is nothing to the next, nor to the user's cache."""
+    monkeypatch.setattr("aquiline.decode.engine.cache_folder", lambda: None)
+
+
 @pytest.fixture
 def target() -> Target:
     return tiny_target()

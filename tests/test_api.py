@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aquiline import api
-from aquiline.config import DEFAULT_TREE, AquilineWarning, Limits, SamplingConfig, UserError
+from aquiline.config import AUTO_TREE, AquilineWarning, Limits, SamplingConfig, UserError
 from aquiline.decode.engine import Engine, Request
 from aquiline.files import checkpoint
 from aquiline.files.checkpoint import DraftInfo
@@ -70,7 +70,7 @@ def test_generate_is_the_targets_own_text(folders, model):
         if draft == "none":
             assert (result.tree, result.tau, result.cycles) == (None, None, 0)
         else:
-            assert result.tree == str(DEFAULT_TREE)
+            assert result.tree == str(AUTO_TREE)
             assert result.tau >= 1
     assert model.target.dtype == torch.float32
     assert model.dtype == "float32"
@@ -96,7 +96,7 @@ def test_the_stream_gives_what_generate_gives(model, settings):
     assert deltas[-1].result is not None
     assert deltas[-1].result.text == whole.text
     assert all(d.result is None for d in deltas[:-1])
-    assert whole.tree == settings.get("tree", str(DEFAULT_TREE))
+    assert whole.tree == settings.get("tree", str(AUTO_TREE))
 
 
 def test_ends(model):
@@ -185,13 +185,27 @@ def test_a_draft_that_never_helps_is_said_once(folders, tmp_path):
     model = api.load(folders / "target", tmp_path, dtype="float32")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.generate("hi", max_new_tokens=20)  # too few cycles to judge by
+        model.generate("hi", max_new_tokens=20, tree="4:4:12")  # too few cycles to judge by
     with pytest.warns(AquilineWarning, match=r"hardly ever accepted \(tau 1\.0\d over \d+ cycles\)"):
-        model.generate("hi", max_new_tokens=40)
+        model.generate("hi", max_new_tokens=40, tree="4:4:12")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.generate("hi", max_new_tokens=40)
+        model.generate("hi", max_new_tokens=40, tree="4:4:12")
         load(folders, "ngram").generate("hi", max_new_tokens=60)  # prompt lookup may find nothing, and says nothing
+
+
+def test_that_no_tree_ever_pays_is_said_once(folders, tmp_path):
+    target = checkpoint.load_target(folders / "target", torch.float32)
+    make_draft(tmp_path, target, zeroed=True)
+    model = api.load(folders / "target", tmp_path, dtype="float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate("hi", max_new_tokens=20)
+    with pytest.warns(AquilineWarning, match="no drafted tree was expected to pay"):
+        model.generate("hi", max_new_tokens=80)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate("hi", max_new_tokens=80)
 
 
 def test_decoding_past_the_trained_length_is_said_once(folders, tmp_path):

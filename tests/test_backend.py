@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from aquiline.config import AquilineWarning, SamplingConfig, TreeConfig
 from aquiline.decode.engine import Engine, Limits, Request
 from aquiline.decode.tree import Tree, flatten
-from aquiline.model import backend
+from aquiline.model import backend, machine
 from aquiline.model.backend import Weights
 from tests.conftest import tiny_draft, tiny_target
 
@@ -231,7 +231,7 @@ def test_gates_and_scores_far_from_zero_are_those_of_pytorch():
 )
 def other_build(request, tmp_path_factory):
     """The kernel compiled as for another CPU, or with less optimisation."""
-    if "-march=x86-64-v4" in request.param and "avx512f" not in backend.cpu_flags():
+    if "-march=x86-64-v4" in request.param and "avx512f" not in machine.cpu_flags():
         pytest.skip("this CPU has no AVX-512")
     kept = [flag for flag in backend._FLAGS if not flag.startswith(("-O", "-march="))]
     with pytest.MonkeyPatch.context() as patched:
@@ -354,19 +354,6 @@ def test_the_kernel_is_compiled_once_and_again_when_its_source_changes_or_the_fi
 
 def _sizes():
     return [ctypes.sizeof(s) for s in (backend._Linear, backend._Layer, backend._Model, backend._Pass)]
-
-
-def test_code_is_loaded_only_from_a_folder_that_is_the_users_alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert backend._cache_folder() == tmp_path / ".cache" / "aquiline"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert backend._cache_folder() == tmp_path / "x" / "aquiline"
-    (tmp_path / "x" / "aquiline").chmod(0o777)
-    assert backend._cache_folder() is None
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert backend._cache_folder() is None
 
 
 def test_of_several_openmp_runtimes_pytorchs_own_is_taken(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ import typer
 
 from aquiline.api import load_chat
 from aquiline.cli import main as cli
-from aquiline.config import DEFAULT_TREE, UserError
+from aquiline.config import AUTO_TREE, UserError
 from aquiline.files import checkpoint
 from aquiline.measure import quiet
 from aquiline.train.run import TrainingRun
@@ -112,7 +112,7 @@ def test_generate_streams_text_to_stdout_and_the_rest_to_stderr(aquiline, folder
     assert (code, out) == (0, reference.text + "\n")
     assert "target, draft draft, float32 on cpu" in err
     assert "20 tokens (length)" in err
-    assert f"tree {DEFAULT_TREE}" in err
+    assert f"tree {AUTO_TREE}" in err
     code, piped, _ = aquiline("generate", "-", *models(folders), "--max-new-tokens", 20, stdin=b"hi")
     assert (code, piped) == (0, out)
     _, other, _ = aquiline("generate", "hi", *models(folders), "--max-new-tokens", 20, "--system", "S")
@@ -129,7 +129,7 @@ def test_generate_json_follows_its_contract(aquiline, folders, draft):  # noqa: 
     assert set(value) == RESULT_KEYS
     reference = load(folders, "none").generate("hi", max_new_tokens=20, temperature=1.0, seed=7, top_p=0.9)
     assert (value["text"], value["token_ids"]) == (reference.text, reference.token_ids)
-    assert value["tree"] == (None if draft == "none" else str(DEFAULT_TREE))
+    assert value["tree"] == (None if draft == "none" else str(AUTO_TREE))
     assert (value["tau"] is None) == (value["cycles"] == 0)  # no cycle, no tau
     assert (value["cycles"] > 0) == (draft == "draft")  # nothing repeats in this text
     if draft == "none":
@@ -153,7 +153,9 @@ def test_compare_prints_the_text_once_and_the_comparison(aquiline, folders):  # 
 
 def test_a_draft_that_never_helps_is_one_line_on_stderr(aquiline, folders, tmp_path):  # noqa: F811
     make_draft(tmp_path / "dull", checkpoint.load_target(folders / "target", torch.float32), zeroed=True)
-    code, out, err = aquiline("generate", "hi", *models(folders, tmp_path / "dull"), "--max-new-tokens", 80, "--json")
+    code, out, err = aquiline(
+        "generate", "hi", *models(folders, tmp_path / "dull"), "--tree", "4:4:12", "--max-new-tokens", 80, "--json"
+    )
     assert code == 0
     assert json.loads(out)["tau"] < 1.05
     (line,) = [line for line in err.splitlines() if line.startswith("warning: ")]
@@ -217,7 +219,7 @@ def test_eval_json_follows_its_contract(aquiline, folders, prompt_files, tmp_pat
 def test_eval_takes_the_pause_file(aquiline, folders, prompt_files, tmp_path, monkeypatch):  # noqa: F811
     """And says when the machine was not its own."""
     asked = [(0.0, 0.0), (5.0, 10.0), (0.0, 0.0), (5.0, 10.0), (0.0, 0.0), (0.1, 10.0)]  # others', all processor time
-    monkeypatch.setattr(quiet, "_processor_seconds", lambda: asked.pop(0))
+    monkeypatch.setattr(quiet, "processor_seconds", lambda: asked.pop(0))
     monkeypatch.setenv("AQUILINE_PAUSE_FILE", str(tmp_path / "pause"))
     arguments = ["eval", prompt_files[1], *models(folders, "ngram"), "--max-new-tokens", 9, "--json", "-"]
     code, out, err = aquiline(*arguments)
@@ -281,7 +283,7 @@ def test_a_dry_run_writes_nothing(aquiline, folders, answers, tmp_path, monkeypa
     shutil.copy(answers, tmp_path / "answers.jsonl")
     pause, held, estimate = answers.parent / "pause", [], TrainingRun.estimate
     seconds = iter([(0.0, 0.0), (3.0, 10.0)])
-    monkeypatch.setattr(quiet, "_processor_seconds", lambda: next(seconds))
+    monkeypatch.setattr(quiet, "processor_seconds", lambda: next(seconds))
     monkeypatch.setattr(TrainingRun, "estimate", lambda run: held.append(taken(pause)) or estimate(run))
     arguments = train_arguments(folders, tmp_path / "answers.jsonl", tmp_path / "out", "--dry-run")
     code, _, err = aquiline(*arguments, "--pause-file", pause)
@@ -575,7 +577,7 @@ def test_what_is_wrong_with_the_flags_is_said_before_anything_is_loaded(aquiline
     for arguments, words in {
         ("generate",): ("Missing argument", "aquiline generate --help"),
         ("generate", "hi", "--temprature", "1"): ("No such option", "--temprature"),
-        ("generate", "hi", "--tree", "4,3,8"): ("'4,3,8' is not DEPTH:TOPK:NODES", "6:8:60"),
+        ("generate", "hi", "--tree", "4,3,8"): ("'4,3,8' is neither auto nor DEPTH:TOPK:NODES", "6:8:60"),
         ("generate", "hi", "--tree", "0:3:8"): ("whole numbers from 1",),
         ("generate", "hi", "--tree", "4:3:8", "--draft", "none"): ("--draft none",),
         ("generate", "hi", "--compare", "--draft", "none"): ("--compare needs a draft",),

@@ -56,7 +56,7 @@ def test_the_machine_is_quiet_while_it_is_measured_and_no_record_is_made_of_a_bu
     monkeypatch.setenv("AQUILINE_PAUSE_FILE", str(pause))
     for load in (4.0, 0.0):
         seconds = iter([(0.0, 0.0), (load, 10.0)])
-        monkeypatch.setattr("aquiline.measure.quiet._processor_seconds", lambda seconds=seconds: next(seconds))
+        monkeypatch.setattr("aquiline.measure.quiet.processor_seconds", lambda seconds=seconds: next(seconds))
         if load:
             with pytest.raises(UserError, match="others took 40%"):
                 SCRIPT["main"]()

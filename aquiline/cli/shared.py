@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, UserError, require
+from aquiline.config import AUTO_TREE, Limits, SamplingConfig, TreeConfig, UserError, require
 
 if TYPE_CHECKING:
     from aquiline.api import Model
@@ -38,7 +38,9 @@ DtypeFlag = Annotated[
 DeviceFlag = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [default: cuda if there]")]
 TreeFlag = Annotated[
     str | None,
-    typer.Option("--tree", help=f"DEPTH:TOPK:NODES; a chain of D is D:1:D. [default: {DEFAULT_TREE}]"),
+    typer.Option(
+        "--tree", help=f"DEPTH:TOPK:NODES, a chain of D being D:1:D, or auto: what pays here. [default: {AUTO_TREE}]"
+    ),
 ]
 TokensFlag = Annotated[int, typer.Option("--max-new-tokens", help="The most tokens of a reply.")]
 SystemFlag = Annotated[str | None, typer.Option("--system", help="A system message.")]

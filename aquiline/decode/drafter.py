@@ -3,16 +3,21 @@
 Letters: B rows, K nodes of a level, H draft width, A width of aux.
 """
 
+import dataclasses
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aquiline.config import TreeConfig
+from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Floats, Mood, best_nodes
 from aquiline.decode.sampling import Sampler
-from aquiline.decode.tree import Tree, TreeBuilder
+from aquiline.decode.tree import Level, Tree, TreeBuilder
 from aquiline.model.draft import Draft, DraftOutput
 
 _CATCH_UP = 512  # rows of a long prompt fed to the draft at a time
@@ -32,11 +37,12 @@ class Row:
     tree: TreeConfig | None  # None: plain decoding
     room: int  # tokens it may still emit
     pending_aux: list[Tensor] = field(default_factory=list)  # [*, A] of cached tokens the draft has not read
+    mood: Mood = field(default_factory=Mood)  # of `auto`
 
     def tree_that_fits(self) -> TreeConfig | None:
         """The tree cut to the room left: a cycle emits up to depth + 1 tokens. None where no tree can pay."""
         depth = min(self.tree.depth, self.room - 1) if self.tree else 0
-        return TreeConfig(depth, self.tree.top_k, self.tree.num_nodes) if self.tree and depth > 0 else None
+        return dataclasses.replace(self.tree, depth=depth) if self.tree and depth > 0 else None
 
 
 class Drafter(Protocol):
@@ -44,10 +50,11 @@ class Drafter(Protocol):
 
     reads_aux: bool
 
-    def draft(self, rows: Sequence[Row]) -> list[Tree]: ...
+    def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]: ...
     def move(self, source: int, destination: int) -> None: ...
     def truncate(self, slot: int, length: int) -> None: ...
     def length(self, slot: int) -> int: ...
+    def probe_level(self, slots: list[int], width: int) -> None: ...
 
 
 class EagleDrafter:
@@ -60,45 +67,83 @@ class EagleDrafter:
         self.cache = draft.new_cache(num_slots, capacity)
         self._target_embed = target_embed
 
-    def draft(self, rows: Sequence[Row]) -> list[Tree]:
-        fitting = [row.tree_that_fits() for row in rows]
-        configs = [config for config in fitting if config is not None]
-        drafting = [row for row, config in zip(rows, fitting, strict=True) if config is not None]
-        made = iter(self._grow(drafting, configs) if drafting else ())
-        return [Tree.empty(self._device) if config is None else next(made) for config in fitting]
+    def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]:
+        trees = [Tree.empty(self._device)] * len(rows)
+        drafting = [(b, config) for b, row in enumerate(rows) if (config := row.tree_that_fits()) is not None]
+        fixed = [(b, config) for b, config in drafting if not config.auto]
+        auto = [(b, config) for b, config in drafting if config.auto and not rows[b].mood.rests()]
+        if fixed:
+            made = self._grow([rows[b] for b, _ in fixed], [config for _, config in fixed])
+            for (b, _), tree in zip(fixed, made, strict=True):
+                trees[b] = tree
+        if auto:
+            assert chooser is not None
+            taken = max(map(len, trees))  # nodes that the pass has room for anyhow
+            made = self._grow_what_pays([rows[b] for b, _ in auto], [c for _, c in auto], chooser, len(rows), taken)
+            for (b, _), tree in zip(auto, made, strict=True):
+                trees[b] = tree
+        return trees
 
     def _grow(self, rows: list[Row], configs: list[TreeConfig]) -> list[Tree]:
         """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made."""
-        feature_BKH, hidden_BH = self._catch_up(rows)
-        slots = [row.slot for row in rows]
-        last_row_B1 = torch.tensor([[self.cache.lengths[s] - 1] for s in slots], device=self._device)
+        levels = _Levels(self, rows)
         builder = TreeBuilder(configs, self.model.vocab.target_ids_W)
-        level = builder.extend(self._log_probs(hidden_BH))
-        tree_keys_values: tuple[Tensor, Tensor] | None = None
+        level = builder.extend(levels.first())
         while level is not None:
-            parents = level.feature_rows_BK[..., None].expand(-1, -1, feature_BKH.shape[-1])
-            out = self.model(
-                self.model.embed(level.tokens_BK, self._target_embed),
-                feature_BKH.gather(1, parents),
-                (last_row_B1 + level.depth).expand_as(level.tokens_BK),
-                level.mask_BKM,
-                self.cache,
-                slots,
-                tree_keys_values,
-            )
-            new = (out.keys_LBGNE, out.values_LBGNE)
-            if tree_keys_values is None:
-                tree_keys_values = new
-            else:
-                tree_keys_values = (
-                    torch.cat((tree_keys_values[0], new[0]), 3),
-                    torch.cat((tree_keys_values[1], new[1]), 3),
-                )
-            feature_BKH = out.feature_BNH
-            level = builder.extend(self._log_probs(out.hidden_BNH))
+            level = builder.extend(levels.run(level))
         return builder.rerank()
 
-    def _catch_up(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
+    def _grow_what_pays(
+        self, rows: list[Row], configs: list[TreeConfig], chooser: Chooser, batch: int, taken: int
+    ) -> list[Tree]:
+        """The same, but costs and chances say how many nodes run at each level, when to stop, and what is verified.
+
+        The target pass to come has `batch` rows, and holds `taken` nodes of some of them whatever is chosen.
+        """
+        moods, context = [row.mood for row in rows], max(len(row.known) for row in rows)
+        V = chooser.costs.of("target", batch, context).table()
+        V = V[np.maximum(np.arange(len(V)), 1 + taken).clip(max=len(V) - 1)]
+        first, level = (chooser.costs.of(kind, len(rows), context) for kind in ("first", "level"))
+        new = max(sum(map(len, row.pending_aux)) for row in rows)
+        spent = first(new if new <= LONGEST_CATCH_UP else 1)
+        laps = [time.perf_counter()]
+        levels, ran = _Levels(self, rows), [new]
+        builder = TreeBuilder(
+            configs,
+            self.model.vocab.target_ids_W,
+            lambda steps, depth: chooser.chances_of_children(steps, depth, moods),
+        )
+        log_probs, parents_BK = levels.first(), np.ones((len(rows), 1))
+        deepest, widest = max(config.depth for config in configs), configs[0].top_k
+        made: list[Floats] = []
+        for depth in range(1, deepest + 1):
+            chances_BKC = _chances(builder.add(log_probs))
+            chooser.saw(chances_BKC, parents_BK, depth, moods)
+            level_BK = _descending((parents_BK[..., None] * chances_BKC).reshape(len(rows), -1))
+            made.append(level_BK)
+            all_BM, runnable_BK, width = _descending(np.concatenate(made, axis=1)), level_BK[:, :widest], 0
+            if depth < deepest:
+                width = chooser.next_width(all_BM, runnable_BK, depth, spent, V, level, batch, moods)
+            if width == 0:
+                break
+            laps.append(time.perf_counter())
+            ran.append(width)
+            parents_BK, spent = runnable_BK[:, :width], spent + level(width)
+            log_probs = levels.run(builder.next_level(width))
+        trees = builder.rerank()
+        laps.append(time.perf_counter())
+        for number, (began, ended) in enumerate(itertools.pairwise(laps)):
+            if ran[number] <= LONGEST_CATCH_UP:
+                chooser.costs.observe(level if number else first, ran[number], ended - began)
+        nodes = best_nodes(all_BM, V, spent, batch)[0]
+        tokens, price = 1 + float(all_BM[:, :nodes].sum()) / batch, (spent + V[1 + nodes]) / V[1]
+        trying = any(mood.trying for mood in moods)
+        for mood in moods:  # of the batch as a whole: nodes beside others' are free
+            mood.drafted(tokens, float(price), nodes)
+        nodes = max(nodes, int(trying))  # or nothing would be learnt
+        return [tree.prefix(nodes) for tree in trees]
+
+    def catch_up(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Feed the rows whose aux is new; the last row's feature `[B, 1, H]` and hidden state `[B, H]`."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
         pending = {row.slot: torch.cat(row.pending_aux) for row in rows}
@@ -130,10 +175,20 @@ class EagleDrafter:
         ids_BN = torch.tensor(ids, device=self._device)
         positions_BN = torch.tensor(starts, device=self._device)[:, None] + torch.arange(width, device=self._device)
         g_BNH = self.model.fuse(torch.stack(aux))
-        embeds_BNH = self.model.embed(ids_BN, self._target_embed)
-        return self.model(embeds_BNH, g_BNH, positions_BN, None, self.cache, [row.slot for row in rows])
+        return self.model(self.embed(ids_BN), g_BNH, positions_BN, None, self.cache, [row.slot for row in rows])
 
-    def _log_probs(self, hidden: Tensor) -> Tensor:
+    def probe_level(self, slots: list[int], width: int) -> None:
+        """One level of `width` nodes as `_grow_what_pays` runs it, for its time: nothing is kept."""
+        B, M = len(slots), max(1, self.cache.lengths[slots[0]])
+        ids_BK = torch.zeros(B, width, dtype=torch.long, device=self._device)
+        feature_BKH = torch.zeros(B, width, self.model.config.hidden_size, dtype=self.model.dtype, device=self._device)
+        out = self.model(self.embed(ids_BK), feature_BKH, torch.full_like(ids_BK, M), None, self.cache, slots)
+        self.log_probs(out.hidden_BNH).topk(min(8, len(self.model.vocab.target_ids_W)))[0].tolist()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.model.embed(ids, self._target_embed)
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
         return torch.log_softmax(self.model.logits(hidden), dim=-1)
 
     @property
@@ -150,6 +205,51 @@ class EagleDrafter:
         return self.cache.lengths[slot]
 
 
+class _Levels:
+    """The draft's passes of one cycle: the real rows first, then level by level."""
+
+    def __init__(self, drafter: EagleDrafter, rows: list[Row]) -> None:
+        self._drafter, self._rows = drafter, rows
+        self._slots = [row.slot for row in rows]
+        self._tree_keys_values: tuple[Tensor, Tensor] | None = None
+
+    def first(self) -> Tensor:
+        """Log-probabilities `[B, W]` behind the last real row."""
+        drafter = self._drafter
+        self._feature_BKH, hidden_BH = drafter.catch_up(self._rows)
+        last_rows = [[drafter.cache.lengths[s] - 1] for s in self._slots]
+        self._last_row_B1 = torch.tensor(last_rows, device=self._feature_BKH.device)
+        return drafter.log_probs(hidden_BH)
+
+    def run(self, level: Level) -> Tensor:
+        """Log-probabilities `[B, K, W]` behind the nodes of a level."""
+        drafter = self._drafter
+        parents = level.feature_rows_BK[..., None].expand(-1, -1, self._feature_BKH.shape[-1])
+        out = drafter.model(
+            drafter.embed(level.tokens_BK),
+            self._feature_BKH.gather(1, parents),
+            (self._last_row_B1 + level.depth).expand_as(level.tokens_BK),
+            level.mask_BKM,
+            drafter.cache,
+            self._slots,
+            self._tree_keys_values,
+        )
+        earlier, new = self._tree_keys_values, (out.keys_LBGNE, out.values_LBGNE)
+        if earlier is not None:
+            new = (torch.cat((earlier[0], new[0]), 3), torch.cat((earlier[1], new[1]), 3))
+        self._tree_keys_values = new
+        self._feature_BKH = out.feature_BNH
+        return drafter.log_probs(out.hidden_BNH)
+
+
+def _chances(log_chances: Tensor) -> Floats:
+    return log_chances.exp().nan_to_num(nan=0.0).double().cpu().numpy()
+
+
+def _descending(x_BM: Floats) -> Floats:
+    return -np.sort(-x_BM, axis=1)
+
+
 class NgramDrafter:
     """Prompt lookup: what followed the last few tokens where they stood before, the longest and latest match first."""
 
@@ -159,8 +259,29 @@ class NgramDrafter:
         self._device = device
         self._sizes = range(longest, shortest - 1, -1)
 
-    def draft(self, rows: Sequence[Row]) -> list[Tree]:
-        return [self._lookup(row.known, row.tree_that_fits()) for row in rows]
+    def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]:
+        return [self._draft(row, row.tree_that_fits(), chooser, len(rows)) for row in rows]
+
+    def _draft(self, row: Row, config: TreeConfig | None, chooser: Chooser | None, batch: int) -> Tree:
+        """With `auto` the longest match alone, as far as it pays."""
+        if config is None or not config.auto:
+            return self._lookup(row.known, config)
+        tree = Tree.empty(self._device)
+        if not row.mood.rests():
+            tree = self._lookup(row.known, dataclasses.replace(config, top_k=1))
+        if len(tree) == 0:
+            return tree
+        assert chooser is not None
+        sure_1M1 = torch.zeros(1, len(tree), 1)
+        steps = [chooser.chances_of_children(sure_1M1[:, i : i + 1], i + 1, [row.mood]) for i in range(len(tree))]
+        scores_N = torch.cat(steps, 1).flatten().cumsum(0)
+        V = chooser.costs.of("target", batch, len(row.known)).table()
+        chances = _chances(scores_N)[None]
+        nodes = best_nodes(chances, V, 0.0, batch)[0]
+        trying = row.mood.trying
+        row.mood.drafted(1 + float(chances[0, :nodes].sum()), float(V[1 + nodes] / V[1]), nodes)
+        nodes = max(nodes, int(trying))
+        return dataclasses.replace(tree, scores_N=scores_N, steps_N=sure_1M1.flatten()).prefix(nodes)
 
     def _lookup(self, known: list[int], config: TreeConfig | None) -> Tree:
         if config is None:
@@ -184,6 +305,9 @@ class NgramDrafter:
         pass
 
     def truncate(self, slot: int, length: int) -> None:
+        pass
+
+    def probe_level(self, slots: list[int], width: int) -> None:
         pass
 
     def length(self, slot: int) -> int:

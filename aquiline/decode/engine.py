@@ -4,19 +4,23 @@ A request carries its own sampling, limits, tree and stop matcher. Rows in use s
 reads the cache as a view.
 """
 
+import functools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from aquiline.config import Limits, SamplingConfig, TreeConfig, UserError, require
+from aquiline.decode.cost import Chooser, Costs, costs_file
 from aquiline.decode.drafter import Drafter, EagleDrafter, NgramDrafter, Row
 from aquiline.decode.sampling import Sampler
 from aquiline.decode.step import Outcome, prefill, speculative_step
+from aquiline.model.backend import describe, kernel_fingerprint
 from aquiline.model.draft import Draft
+from aquiline.model.machine import cache_folder, cpu_flags, cpu_name
 from aquiline.model.target import Target
 
 OWN = 0  # origin of a token that the target chose itself; a drafted one has its depth, from 1
@@ -62,9 +66,11 @@ class Request:
     origins: list[int] = field(default_factory=list)  # per output token: OWN, or the depth it was drafted at
     finish_reason: str | None = None
     cycle_lengths: list[int] = field(default_factory=list)  # tokens emitted by each speculative cycle
+    cycle_starts: list[int] = field(default_factory=list)  # output tokens before it
     tried: list[int] = field(default_factory=list)  # [n]: cycles that accepted n, in trees deeper than n
     accepted: list[int] = field(default_factory=list)  # [n]: cycles that accepted at least n+1 drafted tokens
     drafted_nodes: int = 0
+    trees: Counter[tuple[int, int]] = field(default_factory=Counter)  # steps by (depth, nodes); (0, 0): plain ones
     submitted_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -107,6 +113,7 @@ class Engine:
             self.drafter = NgramDrafter(target.device)
         else:
             self.drafter = draft
+        self.chooser: Chooser | None = None  # of trees that are `auto`
         self._waiting: deque[tuple[Request, Request | None]] = deque()
         self._running: list[tuple[Request, Row]] = []
         self._held: dict[int, tuple[Request, Row]] = {}  # by id of the request
@@ -167,12 +174,46 @@ class Engine:
         self._remove([r for r, _ in self._running if r.finish_reason is not None])  # by their first token
         if self._running:
             rows = [row for _, row in self._running]
-            outcomes = speculative_step(self.target, self.cache, self.drafter, rows)
+            outcomes = speculative_step(self.target, self.cache, self.drafter, rows, self._choosing(rows))
             for (request, row), outcome in zip(self._running, outcomes, strict=True):
                 self._take(request, row, outcome)
                 touched.append(request)
         self._remove([r for r, _ in self._running if r.finish_reason is not None])
+        if self.chooser is not None and not self.busy:
+            self.chooser.costs.save_now_and_then()
         return list(dict.fromkeys(touched))
+
+    def _choosing(self, rows: Sequence[Row]) -> Chooser | None:
+        """What chooses the trees of the rows whose tree is `auto`; a batch size not met before is probed first."""
+        if self.drafter is None or not any(row.tree is not None and row.tree.auto for row in rows):
+            return None
+        if self.chooser is None:
+            depends = self._what_costs_depend_on(self.drafter)
+            self.chooser = Chooser(Costs(costs_file(cache_folder(), depends), depends))
+        if not self.chooser.costs.known(len(rows)):
+            context, slots = max(len(row.known) for row in rows), [row.slot for row in rows]
+            level = functools.partial(self.drafter.probe_level, slots)
+            self.chooser.costs.probe(len(rows), context, functools.partial(self._probe_pass, slots), level)
+        return self.chooser
+
+    def _probe_pass(self, slots: list[int], tokens: int) -> None:
+        """A target pass over so many tokens of each row, for its time: nothing is kept."""
+        ids_BN = torch.zeros(len(slots), tokens, dtype=torch.long, device=self.target.device)
+        start = max(0, min(max(self.cache.lengths[s] for s in slots), self.context - tokens))
+        positions_BN = torch.arange(start, start + tokens, device=self.target.device).expand_as(ids_BN)
+        self.target.best(self.target(ids_BN, positions_BN, None, self.cache, slots).last_BND).tolist()
+
+    def _what_costs_depend_on(self, drafter: Drafter) -> dict[str, Any]:
+        model = drafter.model if isinstance(drafter, EagleDrafter) else None
+        device = self.target.device
+        return {
+            "cpu": [cpu_name(), *sorted(cpu_flags())],
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "threads": torch.get_num_threads(),
+            "decoding": [describe(self.target.dtype, device), kernel_fingerprint(), str(torch.__version__)],
+            "target": [repr(self.target.config), str(self.target.dtype)],
+            "draft": [type(drafter).__name__, *(() if model is None else (repr(model.config), str(model.dtype)))],
+        }
 
     def run(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Submit requests and step until all have ended. Left by an exception, none of them stays behind."""
@@ -266,11 +307,13 @@ class Engine:
         tree, verdict = outcome.tree, outcome.verdict
         depths = list(range(1, len(verdict.path) + 1))
         emitted = self._emit(request, row, verdict.tokens, [*depths, OWN])
+        reached = int(tree.depths_N.max()) if len(tree) else 0
+        request.trees[reached, len(tree)] += 1
         if len(tree) == 0:
             return
         request.cycle_lengths.append(emitted)
+        request.cycle_starts.append(len(request.output_ids) - emitted)
         request.drafted_nodes += len(tree)
-        reached = int(tree.depths_N.max())
         short = max(0, reached - len(request.tried))
         request.tried += [0] * short
         request.accepted += [0] * short

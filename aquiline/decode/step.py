@@ -12,12 +12,14 @@ The plain step is the same cycle with empty trees.
 Letters: B rows, N tokens of the pass, A width of aux.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from aquiline.decode.cost import Chooser
 from aquiline.decode.drafter import Drafter, Row
 from aquiline.decode.tree import Tree, flatten
 from aquiline.decode.verify import Verdict, verify
@@ -55,17 +57,27 @@ def prefill(target: Target, cache: KVCache, row: Row, *, reads_aux: bool) -> int
     return _verify(row, Tree.empty(target.device), logits_NV).bonus
 
 
-def speculative_step(target: Target, cache: KVCache, drafter: Drafter | None, rows: Sequence[Row]) -> list[Outcome]:
-    """One cycle. Afterwards `known` of each row has grown by the verdict's tokens, and its cache by the tokens of the
-    path and the root. A row that must stop inside them is cut back by the engine.
+def speculative_step(
+    target: Target, cache: KVCache, drafter: Drafter | None, rows: Sequence[Row], chooser: Chooser | None = None
+) -> list[Outcome]:
+    """One cycle, from which `chooser` learns.
+
+    Afterwards `known` of each row has grown by the verdict's tokens, and its cache by the tokens of the path and the
+    root. A row that must stop inside them is cut back by the engine.
     """
-    trees = [Tree.empty(target.device)] * len(rows) if drafter is None else drafter.draft(rows)
+    trees = [Tree.empty(target.device)] * len(rows) if drafter is None else drafter.draft(rows, chooser)
+    began = time.perf_counter()
     flat = flatten(trees, [row.known[-1] for row in rows], [len(row.known) - 1 for row in rows])
     mask_BNN = flat.mask_BNN if flat.ids_BN.shape[1] > 1 else None
     out = target(flat.ids_BN, flat.positions_BN, mask_BNN, cache, [row.slot for row in rows])
     verdicts = _verify_batch(target, rows, trees, out)
     for b, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         _keep(cache, drafter, row, verdict, out, b)
+    if chooser is not None:
+        for row, tree, verdict in zip(rows, trees, verdicts, strict=True):
+            chooser.learn(tree, verdict.path, row.mood)
+        costs = chooser.costs.of("target", len(rows), max(len(row.known) for row in rows))
+        chooser.costs.observe(costs, flat.ids_BN.shape[1], time.perf_counter() - began)
     return [Outcome(tree, verdict) for tree, verdict in zip(trees, verdicts, strict=True)]
 
 

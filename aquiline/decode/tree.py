@@ -7,7 +7,7 @@ Letters: B rows, N nodes of a tree, K nodes the draft runs at one level, C child
 far, W draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -29,6 +29,7 @@ class Tree:
     parents_N: Tensor  # int64, index of a node further left, or ROOT
     depths_N: Tensor  # int64, from 1
     scores_N: Tensor  # float32, sum of the draft's log-probabilities from the root; 0 where no draft gave any
+    steps_N: Tensor | None = None  # float32, the draft's of each node alone: where scores are calibrated chances
 
     @staticmethod
     def empty(device: torch.device | str = "cpu") -> "Tree":
@@ -77,7 +78,8 @@ class Tree:
     def prefix(self, num_nodes: int) -> "Tree":
         """The first `num_nodes` nodes."""
         n = num_nodes
-        return Tree(self.tokens_N[:n], self.parents_N[:n], self.depths_N[:n], self.scores_N[:n])
+        steps_N = None if self.steps_N is None else self.steps_N[:n]
+        return Tree(self.tokens_N[:n], self.parents_N[:n], self.depths_N[:n], self.scores_N[:n], steps_N)
 
     def mask(self) -> Tensor:
         """Bool [1+N, 1+N], True = may attend; entry 0 is the root. A node sees the root, its ancestors and itself."""
@@ -166,11 +168,20 @@ class TreeBuilder:
     while level is not None:
         level = builder.extend(log_probs_BKW)     # of the nodes in `level`
     trees = builder.rerank()                      # may come earlier: then the trees are less deep
+
+    `add` and `next_level` are the halves of `extend`, for a caller that chooses how many nodes run.
     """
 
-    def __init__(self, configs: Sequence[TreeConfig], target_ids_W: Tensor) -> None:
+    def __init__(
+        self,
+        configs: Sequence[TreeConfig],
+        target_ids_W: Tensor,
+        chances: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> None:
+        """`chances(log_probs_BKC, depth)`: log chances that stand in for the draft's log-probabilities in scores."""
         device, num_rows = target_ids_W.device, len(configs)
         self._configs = configs
+        self._chances = chances
         self._target_ids_W = target_ids_W
         self._k = k = min(max(c.top_k for c in configs), len(target_ids_W))
         self._max_depth = max(c.depth for c in configs)
@@ -180,7 +191,6 @@ class TreeBuilder:
         )[..., None]
         self._rank_K = torch.arange(k, device=device)
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
-        self._itself_BKK = torch.eye(k, dtype=torch.bool, device=device).expand(num_rows, k, k)
         self._depth = 0
         self._num_made = 0
         # of the nodes the draft has just run: at first the last real row, standing for the root
@@ -191,40 +201,56 @@ class TreeBuilder:
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
         self._scores: list[Tensor] = []
+        self._steps: list[Tensor] = []
 
     def extend(self, log_probs_BKW: Tensor) -> Level | None:
         """Give each node just run its top-k children; returns what to run next, None once the depth is reached.
 
         `log_probs_BKW`: float32 log-probabilities of the nodes of the last `Level`; [B, W] for the first level.
         """
+        self.add(log_probs_BKW)
+        return None if self._depth == self._max_depth else self.next_level(self._k)
+
+    def add(self, log_probs_BKW: Tensor) -> Tensor:
+        """Give each node just run its top-k children; the scores of these, less their parents', `[B, K, C]`; -inf where
+        a row's limits forbid one.
+        """
         num_rows, k = len(self._configs), self._k
         self._depth += 1
         steps_BKC, ids_BKC = log_probs_BKW.reshape(num_rows, -1, len(self._target_ids_W)).topk(k)
+        if self._chances is not None:
+            self._steps.append(steps_BKC.flatten(1))
+            steps_BKC = self._chances(steps_BKC, self._depth)
         # A step above 0 (rounding) would rank a child before its parent; a NaN would rank before everything.
         scores_BKC = self._ran_scores_BK[..., None] + steps_BKC.clamp(max=0)
         scores_BKC = scores_BKC.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         if self._mixed:
             made_BC = (self._rank_K < self._top_k_B1) & (self._depth <= self._depth_B1)
             scores_BKC = scores_BKC.masked_fill(~made_BC[:, None], -torch.inf)
+            steps_BKC = steps_BKC.masked_fill(~made_BC[:, None], -torch.inf)
         scores_BM = scores_BKC.flatten(1)
         tokens_BM = self._target_ids_W[ids_BKC].flatten(1)
         self._scores.append(scores_BM)
         self._tokens.append(tokens_BM)
         self._parents.append(self._ran_nodes_BK.repeat_interleave(k, dim=1))
-        first = self._num_made
         self._num_made += scores_BM.shape[1]
-        if self._depth == self._max_depth:
-            return None
+        return steps_BKC
 
+    def next_level(self, width: int) -> Level:
+        """The `width` best of the nodes made last, to be run."""
+        scores_BM, tokens_BM = self._scores[-1], self._tokens[-1]
+        num_rows, made = scores_BM.shape
         best_scores_BM, best_BM = scores_BM.sort(dim=1, descending=True, stable=True)
-        best_BK = best_BM[:, :k]
-        feature_rows_BK = best_BK // k
+        best_BK = best_BM[:, :width]
+        feature_rows_BK = best_BK // self._k
         seen_BKM = self._ran_mask_BKM[self._rows_B1, feature_rows_BK]
-        self._ran_scores_BK = best_scores_BM[:, :k]
+        self._ran_scores_BK = best_scores_BM[:, :width]
         if self._mixed:  # only the row's own top-k best go on
-            self._ran_scores_BK = self._ran_scores_BK.masked_fill(self._rank_K >= self._top_k_B1, -torch.inf)
-        self._ran_nodes_BK = first + best_BK
-        self._ran_mask_BKM = torch.cat([seen_BKM, self._itself_BKK], dim=2)
+            rank_K = torch.arange(best_BK.shape[1], device=best_BK.device)
+            self._ran_scores_BK = self._ran_scores_BK.masked_fill(rank_K >= self._top_k_B1, -torch.inf)
+        self._ran_nodes_BK = self._num_made - made + best_BK
+        itself_KK = torch.eye(best_BK.shape[1], dtype=torch.bool, device=best_BK.device)
+        self._ran_mask_BKM = torch.cat([seen_BKM, itself_KK.expand(num_rows, -1, -1)], dim=2)
         tokens_BK = tokens_BM.gather(1, best_BK)
         return Level(tokens_BK, feature_rows_BK, self._ran_mask_BKM, self._ran_nodes_BK, self._depth)
 
@@ -244,6 +270,7 @@ class TreeBuilder:
         place_BM.scatter_(1, order_BN + 1, torch.arange(width, device=order_BN.device).expand_as(order_BN))
         parents_BN = place_BM.gather(1, torch.cat(self._parents, dim=1).gather(1, order_BN) + 1)
         tokens_BN = torch.cat(self._tokens, dim=1).gather(1, order_BN)
+        steps_BN = torch.cat(self._steps, dim=1).gather(1, order_BN) if self._steps else None
         depths_M = torch.cat([torch.full_like(made[0], 1 + d) for d, made in enumerate(self._tokens)])
         depths_BN = depths_M[order_BN]
         # -inf marks what a row's limits forbid, and what the draft holds impossible or could not score
@@ -251,5 +278,6 @@ class TreeBuilder:
         trees = []
         for b, (config, count) in enumerate(zip(self._configs, counts, strict=True)):
             n = min(count, config.num_nodes)
-            trees.append(Tree(tokens_BN[b, :n], parents_BN[b, :n], depths_BN[b, :n], scores_BN[b, :n]))
+            steps_N = None if steps_BN is None else steps_BN[b, :n]
+            trees.append(Tree(tokens_BN[b, :n], parents_BN[b, :n], depths_BN[b, :n], scores_BN[b, :n], steps_N))
         return trees

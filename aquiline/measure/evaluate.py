@@ -160,6 +160,8 @@ def summarise(done: Sequence[Comparison], config: EvalConfig, draft: Draft | str
         "finish_reasons": dict(Counter(c.result.finish_reason for c in done)),
         "acceptance_per_depth": [a / cycles for a in accepted],
     }
+    if config.tree.auto:
+        block["trees"] = _trees(requests)
     if config.tree.is_chain:
         block["n_alpha"] = [a / t if t else None for a, t in zip(accepted, tried, strict=True)]
     if isinstance(draft, Draft) and draft.config.trained_length is not None:
@@ -180,6 +182,21 @@ def summarise(done: Sequence[Comparison], config: EvalConfig, draft: Draft | str
     return block
 
 
+def _trees(requests: Sequence[Request]) -> dict[str, Any]:
+    """What was chosen: the share of plain steps, and of the rest how deep and large the trees were."""
+    steps = sum((r.trees for r in requests), Counter[tuple[int, int]]())
+    total, plain = sum(steps.values()), steps.pop((0, 0), 0)
+    drafted = total - plain
+    mean = [sum(size[i] * n for size, n in steps.items()) / drafted if drafted else None for i in (0, 1)]
+    return {
+        "steps": total,
+        "plain_share": plain / total if total else None,
+        "mean_depth": mean[0],
+        "mean_nodes": mean[1],
+        "most_frequent": {f"{depth} deep, {nodes} nodes": n for (depth, nodes), n in steps.most_common(5)},
+    }
+
+
 def _added(lists: Sequence[Sequence[int]]) -> list[int]:
     """Sums per position of lists of different lengths."""
     return [sum(x[n] for x in lists if n < len(x)) for n in range(max(map(len, lists), default=0))]
@@ -195,11 +212,10 @@ def _by_position(requests: Sequence[Request], trained_length: int) -> dict[str, 
     edges = {"to half the trained length": 0.5, "to the trained length": 1.0, "to twice": 2.0, "beyond": float("inf")}
     lengths: dict[str, list[int]] = {name: [] for name in edges}
     for r in requests:
-        position = len(r.prompt_ids) + 1  # the first token is prefill's; a head drafts at every cycle after it
-        for emitted in r.cycle_lengths:
+        for start, emitted in zip(r.cycle_starts, r.cycle_lengths, strict=True):
+            position = len(r.prompt_ids) + start
             name = next(n for n, edge in edges.items() if position <= edge * trained_length)
             lengths[name].append(emitted)
-            position += emitted
     return {n: {"cycles": len(x), "tau": statistics.fmean(x)} for n, x in lengths.items() if x}
 
 
@@ -241,10 +257,12 @@ def make_record(
         "template": model.chat.template_fingerprint(),
         "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
     }
+    chooser = model.engine.chooser if config.tree.auto else None
     return {
         "tasks": dict(tasks),
         "mean": means,
         "settings": settings,
+        **({} if chooser is None else {"costs_ms": chooser.costs.record()}),  # which the trees rested on, at the end
         "machine": machine(model.target.device) | ({} if quiet is None else quiet.record()),
         "versions": versions(),
         "definitions": DEFINITIONS,

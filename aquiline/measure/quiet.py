@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import IO
 
 from aquiline.config import UserError, require
+from aquiline.model.machine import LOADED, processor_seconds
 
 PAUSE_FILE = "AQUILINE_PAUSE_FILE"  # the environment variable that names it
-_LOADED = 0.05  # of the machine: above, times mean little
-_STAT = "/proc/stat"
 _POLL = 0.2  # seconds
 
 
@@ -36,7 +35,7 @@ class Quiet:
 
     @property
     def loaded(self) -> bool:
-        return self.load is not None and self.load > _LOADED
+        return self.load is not None and self.load > LOADED
 
     def record(self) -> dict[str, bool | float | None]:
         return {"load": self.load, "loaded": self.loaded, "pause_file": self.pause_file}
@@ -62,9 +61,9 @@ def quiet(path: Path | None) -> Iterator[Quiet]:
             for name in (path, _busy(path)):
                 fcntl.flock(stack.enter_context(_open(name)), fcntl.LOCK_EX)
         found = Quiet(path is not None)
-        before = _processor_seconds()
+        before = processor_seconds()
         yield found
-        after = _processor_seconds()
+        after = processor_seconds()
         if before is not None and after is not None and after[1] > before[1]:
             found.load = round(max(0.0, (after[0] - before[0]) / (after[1] - before[1])), 3)
 
@@ -111,18 +110,3 @@ def _take(file: IO[str], kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _processor_seconds() -> tuple[float, float] | None:
-    """(what others computed, all there was) since the machine started, in processor seconds; None where not known."""
-    try:
-        with open(_STAT, encoding="utf-8") as f:
-            counts = [int(n) for n in f.readline().split()[1:9]]
-    except (OSError, ValueError):
-        return None
-    user, nice, system, idle, waiting, irq, softirq, steal = counts
-    tick = os.sysconf("SC_CLK_TCK")
-    own = os.times()
-    ours = own.user + own.system + own.children_user + own.children_system
-    busy = (user + nice + system + irq + softirq + steal) / tick
-    return busy - ours, busy + (idle + waiting) / tick

@@ -25,21 +25,12 @@ from torch.nn import functional as F
 
 from aquiline.config import AquilineWarning
 from aquiline.model.kv_cache import KVCache
+from aquiline.model.machine import cache_folder, cpu_flags
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"]
 _BUILD_SECONDS = 300
 _BLOCK, _STEP = 16, 32  # outputs of a packed block; inputs are padded to a multiple of the other
-
-
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """Instruction sets of the CPU as Linux names them; none where that is not known."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return frozenset(w for line in f if line.startswith(("flags", "Features")) for w in line.split()[2:])
-    except OSError:
-        return frozenset()
 
 
 @functools.cache
@@ -128,12 +119,18 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+@functools.cache
+def kernel_fingerprint() -> str:
+    """Of the kernel's source."""
+    return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+
+
 def _load(compiler: list[str]) -> ctypes.CDLL:
     openmp = _openmp()
     version = _run([*compiler, "--version"])
     parts = [_SOURCE.read_text("utf-8"), version, *_FLAGS, *sorted(cpu_flags()), str(openmp)]
     name = f"kernel-{hashlib.sha256(chr(0).join(parts).encode(errors='replace')).hexdigest()[:24]}.so"
-    folder = _cache_folder()
+    folder = cache_folder()
     if folder is None:  # nowhere to keep it
         with tempfile.TemporaryDirectory() as build:
             return _opened(_compile(compiler, openmp, Path(build)))
@@ -147,19 +144,6 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
         lib = _opened(compiled)
         compiled.replace(path)
     return lib
-
-
-def _cache_folder() -> Path | None:
-    """The user's cache, when it is theirs alone: code is loaded from it."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        folder = (base if base.is_absolute() else Path.home() / ".cache") / "aquiline"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except (OSError, RuntimeError):
-        return None
-    safe = found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK)
-    return folder if safe else None
 
 
 def _compile(compiler: list[str], openmp: Path | None, folder: Path) -> Path:

@@ -13,10 +13,12 @@
 
 #include <immintrin.h>
 #include <omp.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -295,8 +297,26 @@ inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1,
     _mm512_storeu_ps(out1 + r * kBlock, acc1[r]);
   }
 }
+
+// scores [K keys][16 queries], of queries packed as for tiles.
+template <int K>
+inline void dot_scores(const bf16* keys, const bf16* q, int64_t E, float* out) {
+  __m512 acc[K];
+  for (__m512& a : acc) a = _mm512_setzero_ps();
+  for (int64_t e = 0; e < E; e += 2) {
+    __m512bh queries = (__m512bh)_mm512_loadu_si512(q + e * kBlock);
+    for (int k = 0; k < K; k++) {
+      int pair;
+      std::memcpy(&pair, keys + k * E + e, 4);
+      acc[k] = _mm512_dpbf16_ps(acc[k], (__m512bh)_mm512_set1_epi32(pair), queries);
+    }
+  }
+  for (int k = 0; k < K; k++) _mm512_storeu_ps(out + k * kBlock, acc[k]);
+}
 #else
 constexpr bool kHasDots = false;
+template <int K>
+inline void dot_scores(const bf16*, const bf16*, int64_t, float*) {}
 template <int R>
 inline void dot_gemm(const bf16*, int64_t, const bf16*, const bf16*, int64_t, float*, float*) {}
 #endif
@@ -459,6 +479,33 @@ inline void mix(const T* value, int64_t count, const float* weight, int64_t E, i
   }
 }
 
+// Where the threads of a pass wait for each other. OpenMP's own barrier spins for milliseconds, and where others are on
+// the machine, it spins on the core that the late thread needs.
+class Meeting {
+ public:
+  void open(int threads) {
+    all = threads;
+    missing.store(threads);
+  }
+  void wait() {
+    int now = round.load(std::memory_order_relaxed);
+    if (missing.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      missing.store(all, std::memory_order_relaxed);
+      round.store(now + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round.load(std::memory_order_acquire) == now; spins++) {
+      if (spins < 2000) _mm_pause();
+      else sched_yield();
+    }
+  }
+
+ private:
+  alignas(64) std::atomic<int> missing{0};
+  alignas(64) std::atomic<int> round{0};
+  alignas(64) int all = 0;
+};
+
 template <typename T>
 struct Runner {
   const Model& m;
@@ -468,6 +515,7 @@ struct Runner {
   std::vector<float> residual, qkv, cos, sin;  // cos, sin: [M, E / 2]
   Inputs x, attended, inner;
   std::vector<Scratch> scratch;
+  Meeting meeting;
 
   Runner(const Model& model, const Pass& pass)
       : m(model), p(pass), M(int64_t(pass.rows) * pass.tokens), D(model.width), H(model.heads), G(model.kv_heads),
@@ -494,7 +542,7 @@ struct Runner {
 
   // What attention reads: the residual, normed; in a draft layer the embedding and the feature side by side.
   void attention_input(const Layer& l) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
       if (!draft) {
         norm_into_x(residual.data(), l.input_norm, token, 0);
@@ -507,7 +555,7 @@ struct Runner {
   }
 
   void mlp_input(const Layer& l) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
       norm_into_x(residual.data(), l.post_norm, token, 0);
       if (draft) x.clear(token, D, up(D, 32));  // of the feature that stood there
@@ -532,7 +580,7 @@ struct Runner {
 
   void angles() {
     int64_t half = E / 2;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++)
       for (int64_t i = 0; i < half; i++) {
         float angle = float(p.positions[token]) * m.frequencies[i];
@@ -543,7 +591,7 @@ struct Runner {
 
   void rotate(int64_t layer) {
     const Layer& l = m.layers[layer];
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
       float* row = qkv.data() + token * (H + 2 * G) * E;
       int64_t b = token / p.tokens, place = p.own - p.tokens + token % p.tokens;
@@ -567,6 +615,12 @@ struct Runner {
           std::copy(keys + at * E, keys + count * E, s.tail.begin());
           tile_scores(s.tail.data(), s.packed.data(), E, out + at * kBlock);
         }
+        return;
+      }
+      if (kHasDots && E % 2 == 0) {
+        int64_t at = 0;
+        for (; at + 8 <= count; at += 8) dot_scores<8>(keys + at * E, s.packed.data(), E, out + at * kBlock);
+        for (; at < count; at++) dot_scores<1>(keys + at * E, s.packed.data(), E, out + at * kBlock);
         return;
       }
     }
@@ -663,7 +717,7 @@ struct Runner {
     int64_t queries = p.tokens * group, size = kBlock;
     while (size > 1 && p.rows * G * ((queries + size - 1) / size) < 2 * p.threads) size /= 2;
     int64_t chunks = (queries + size - 1) / size;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t item = 0; item < p.rows * G * chunks; item++) {
       int64_t b = item / (G * chunks), g = item / chunks % G, first = item % chunks * size;
       attend(layer, b, g, first, std::min(size, queries - first));
@@ -695,7 +749,7 @@ struct Runner {
   void capture(int64_t layer) {
     for (int64_t c = 0; c < p.num_captured; c++)
       if (p.capture[c] == layer) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t token = 0; token < M; token++)
           put_many(static_cast<T*>(p.aux) + (token * p.num_captured + c) * D, residual.data() + token * D, D);
       }
@@ -707,26 +761,32 @@ struct Runner {
     {
       _mm_setcsr(control);
       if (tiles) open_tiles();
+#pragma omp single
+      meeting.open(omp_get_num_threads());
       angles();
       for (int64_t layer = 0; layer < m.num_layers; layer++) {
         const Layer& l = m.layers[layer];
         attention_input(l);
+        meeting.wait();
         project(x, M, l.qkv, m.bf16_weights, [&](int64_t row, int64_t column, const float* value, int64_t count) {
           std::copy(value, value + count, qkv.data() + row * (H + 2 * G) * E + column);
         });
-#pragma omp barrier
+        meeting.wait();
         rotate(layer);
+        meeting.wait();
         attention(layer);
+        meeting.wait();
         add_to_residual(attended, l.o);
-#pragma omp barrier
+        meeting.wait();
         mlp_input(l);
+        meeting.wait();
         gated(l.gate_up);
-#pragma omp barrier
+        meeting.wait();
         add_to_residual(inner, l.down);
-#pragma omp barrier
+        meeting.wait();
         capture(layer);
       }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
       for (int64_t token = 0; token < M; token++) {
         float *row = residual.data() + token * D, *normed = mine().row.data();
         put_many(static_cast<T*>(p.feature) + token * D, row, D);

@@ -1,0 +1,456 @@
+"""Costs of passes, chances of nodes, and the choice that rests on both."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from aquiline.config import AUTO_TREE, SamplingConfig, TreeConfig
+from aquiline.decode import cost
+from aquiline.decode.cost import Calibration, Chooser, Costs, Mood, PassCosts, best_nodes, costs_file, probe
+from aquiline.decode.engine import Engine, Limits, Request
+from aquiline.decode.tree import Tree
+from tests.conftest import tiny_draft, tiny_target
+
+
+class Load:
+    """Of others, as the test says."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def lately(self):
+        return self.answer
+
+
+def costs(target, level, load=False):
+    made = Costs(None, {}, Load(load))
+    for kind, points in zip(cost.KINDS, (target, level, level), strict=True):
+        for batch in (1, 2, 4):
+            made._costs[kind, batch, 256] = PassCosts(points)
+    return made
+
+
+CHEAP = ({1: 1.0, 64: 1.4}, {1: 0.05, 8: 0.05})
+DEAR = ({1: 1.0, 64: 64.0}, {1: 0.5, 8: 1.0})
+
+
+class TestPassCosts:
+    def test_between_points_and_beyond_them(self):
+        made = PassCosts({1: 1.0, 3: 2.0, 5: 1.9, 7: 2.9})
+        assert [made(n) for n in (1, 2, 3, 4, 5)] == [1.0, 1.5, 2.0, 2.0, 2.0]  # never falling
+        assert made(10) == pytest.approx(2.9 + 3 * 0.5)  # by the last slope
+        assert made(1000) == made(64)
+        assert PassCosts({1: 1.0})(9) == 1.0
+        assert len(made.table()) == 2 + cost.MOST_NODES
+
+    def test_readings_move_the_points_around_them(self):
+        made = PassCosts({1: 1.0, 2: 2.0, 4: 4.0})
+        for _ in range(400):
+            made.observe(3, 2.0)
+        assert made(3) == pytest.approx(2.0, abs=0.01)
+        assert made(1) == 1.0
+        for _ in range(400):
+            made.observe(1, 0.5)
+        assert made(1) == pytest.approx(0.5, abs=0.01)
+
+    def test_a_reading_far_off_moves_little_and_one_beyond_makes_a_point(self):
+        made = PassCosts({1: 1.0, 2: 2.0})
+        made.observe(1, 1000.0)
+        assert made(1) == pytest.approx(1.025)
+        made.observe(8, 2.6)
+        assert made.points() == pytest.approx({1: 1.025, 2: 2.0, 8: 2.6})
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Of `perf_counter`; `run(n)` takes what `seconds` says."""
+    now, ran = [0.0], []
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
+
+    def run(n):
+        ran.append(n)
+        now[0] += run.seconds(n)
+
+    run.ran = ran
+    return run
+
+
+def test_a_probe_measures_the_plain_pass_and_one_more_however_slow_and_others_in_time(clock):
+    clock.seconds = lambda n: 0.7 + 0.01 * n
+    assert probe(clock, (1, 8, 2, 32), 1, until=2.5) == pytest.approx({1: 0.71, 8: 0.78})
+    assert clock.ran == [1, 1, 8]
+    clock.ran.clear()
+    clock.seconds = lambda n: 0.01 * n
+    found = probe(clock, (1, 8, 2, 32), 1, until=100)
+    assert found == pytest.approx({1: 0.01, 8: 0.08, 2: 0.02, 32: 0.32})
+    assert clock.ran == [1, 1, 1, 8, 8, 2, 2, 32]  # a slow pass is run once
+    assert set(probe(clock, (1, 8, 2, 32), 64, until=1000)) == {1, 8, 2}  # 32 of each of 64 rows are too many
+
+
+class TestCosts:
+    def test_are_kept_with_what_they_depend_on(self, tmp_path):
+        depends = {"cpu": "a"}
+        file = costs_file(tmp_path, depends)
+        made = Costs(file, depends, Load(False))
+        assert not made.known(1)
+        made.probe(3, 300, lambda n: None, lambda n: None)
+        again = Costs(file, depends, Load(False))
+        assert again.known(4)  # to the next power of two
+        assert not again.known(1)
+        assert again.of("level", 3, 300).points() == made.of("level", 3, 300).points()
+        assert not Costs(file, {"cpu": "b"}, Load(False)).known(4)
+        assert costs_file(tmp_path, {"cpu": "b"}) != file
+        assert costs_file(None, depends) is None
+
+    def test_what_was_measured_under_load_is_not_kept(self, tmp_path):
+        file = costs_file(tmp_path, {})
+        made = Costs(file, {}, Load(True))
+        made.probe(1, 1, lambda n: None, lambda n: None)
+        assert made.known(1)
+        assert not file.exists()
+        at = made.of("target", 1, 1)
+        before = at(1)
+        made.observe(at, 1, before + 1)
+        assert at(1) == before
+        made._load.answer = None  # too soon to tell: it waits
+        made.observe(at, 1, before + 1)
+        assert at(1) == before
+        made._load.answer = False
+        made.observe(at, 1, before + 1)
+        assert at(1) > before
+        made.save()
+        assert not file.exists()  # readings do not make up for what was measured badly
+        made.probe(1, 1, lambda n: None, lambda n: None)
+        assert file.exists()
+
+    def test_two_processes_keep_each_others(self, tmp_path):
+        file = costs_file(tmp_path, {})
+        one, two = Costs(file, {}, Load(False)), Costs(file, {}, Load(False))
+        one.probe(1, 1, lambda n: None, lambda n: None)
+        two.probe(8, 1, lambda n: None, lambda n: None)
+        again = Costs(file, {}, Load(False))
+        assert again.known(1)
+        assert again.known(8)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "[]",
+            '{"depends": {}, "seconds": {"target 1": {"1": 1}}}',
+            '{"depends": {}, "seconds": {"target 1 256": {}}}',
+            '{"depends": {}, "seconds": {"target 1 256": {"1": -1}}}',
+            '{"depends": {}, "seconds": {"target 1 256": {"1": 1}}}',  # without the draft's
+            '{"depends": {}, "seconds": {"target 1 0": {"1": 1}, "first 1 0": {"1": 1}, "level 1 0": {"1": 1}}}',
+        ],
+    )
+    def test_a_file_that_does_not_hold_them_is_no_file(self, tmp_path, text):
+        file = costs_file(tmp_path, {})
+        file.write_text(text)
+        assert not Costs(file, {}, Load(False)).known(1)
+
+    def test_a_folder_that_cannot_be_written_is_no_error(self, tmp_path):
+        made = Costs(tmp_path / "missing" / "costs.json", {}, Load(False))
+        made.probe(1, 1, lambda n: None, lambda n: None)
+        assert made.known(1)
+
+    def test_another_context_starts_as_the_nearest_known(self):
+        made = Costs(None, {}, Load(False))
+        for context, seconds in ((256, 1.0), (2048, 5.0)):
+            made._costs["target", 1, context] = PassCosts({1: seconds})
+        assert made.of("target", 1, 257)(1) == 1.0  # the bucket of 512
+        assert made.of("target", 1, 1500)(1) == 5.0
+        assert made.of("target", 8, 300)(1) == 1.0  # nor of another batch size than those known
+        made.of("target", 1, 257).observe(1, 2.0)
+        assert made.of("target", 1, 100)(1) == 1.0  # a copy
+
+
+def test_as_many_nodes_as_pay_among_all_numbers_of_them():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        rows, extra, made = generator.integers(1, 4), generator.integers(0, 3), generator.integers(1, 12)
+        chances = -np.sort(-generator.random((rows, made)), axis=1)
+        seconds = np.maximum.accumulate(np.repeat(generator.random(5), 3)[:14] + 0.1)  # stepped
+        spent = generator.random()
+        rates = [
+            (rows + extra + chances[:, :n].sum()) / (spent + seconds[1 + n])
+            for n in range(min(made, len(seconds) - 2) + 1)
+        ]
+        nodes, rate = best_nodes(chances, seconds, spent, rows + extra)
+        assert rate == pytest.approx(max(rates))
+        assert rates[nodes] == pytest.approx(max(rates))
+    assert best_nodes(np.array([[0.01]]), np.array([1.0, 1.0, 1.5]), 0.0, 1)[0] == 0
+
+
+class TestCalibration:
+    def test_begins_a_little_below_the_drafts_own(self):
+        log_probs = torch.tensor([0.5, 0.05]).log()
+        assert Calibration().log_chances(log_probs, 1).exp().tolist() == pytest.approx([0.45, 0.045])
+
+    def test_learns_by_depth_and_probability(self):
+        made = Calibration()
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3000):
+            depths = torch.tensor([1, 1, 2])
+            probs = torch.tensor([0.5, 0.05, 0.5])
+            truth = torch.tensor([0.25, 0.1, 0.5])
+            made.fade()
+            made.learn(depths, probs.log(), torch.rand(3, generator=generator) < truth)
+        assert made.log_chances(torch.tensor([0.5, 0.05]).log(), 1).exp().tolist() == pytest.approx(
+            [0.25, 0.1], rel=0.2
+        )
+        assert made.log_chances(torch.tensor([0.5]).log(), 2).exp().item() == pytest.approx(0.5, rel=0.2)
+        assert made.log_chances(torch.tensor([0.5]).log(), 3).exp().item() == pytest.approx(0.45)
+        assert bool((made.log_chances(torch.tensor([0.0, -torch.inf]), 9) <= 0).all())
+
+    def test_judged_are_the_nodes_whose_parents_were_accepted(self):
+        made = Chooser(costs(*CHEAP))
+        #        root -> 0 (accepted) -> 2 (not), root -> 1 (not) -> 3 (never judged)
+        tree = Tree.from_tokens([7, 8, 9, 9], [-1, -1, 0, 1], [-0.7, -0.9, -1.4, -1.6])
+        tree = Tree(
+            tree.tokens_N, tree.parents_N, tree.depths_N, tree.scores_N, torch.tensor([0.5, 0.4, 0.5, 0.5]).log()
+        )
+        mood = Mood()
+        made.learn(tree, [0], mood)
+        assert mood.accepted == 1
+        assert mood.expected == pytest.approx(0.9 * 1.4)
+        grown = made.calibration._expected.sum(1)
+        assert grown[:3].tolist() == pytest.approx([0.9, 0.5, 0.0], abs=1e-5)
+        gained = made.calibration._accepted
+        assert gained.sum().item() == pytest.approx(1.0, abs=1e-4)
+
+
+class TestMood:
+    def test_a_draft_that_is_not_accepted_is_trusted_less_within_a_few_cycles_and_more_again(self):
+        mood = Mood()
+        for _ in range(6):
+            mood.judged(1.0, 0)
+        assert mood.trust < 0.4
+        for _ in range(10):
+            mood.judged(1.0, 1)
+        assert mood.trust > 0.7
+
+    def test_it_rests_twice_as_long_each_time_and_not_once_trees_pay(self):
+        mood, rests = Mood(), []
+        for _ in range(8):
+            mood.drafted(1.0, 2.0, 0)
+            rests.append(0)
+            while mood.rests():
+                rests[-1] += 1
+            assert mood.trying
+        assert rests == [4, 8, 16, 32, 64, 64, 64, 64]
+        mood.drafted(1.5, 1.0, 3)  # a try that pays ends it
+        assert not mood.rests()
+        mood.drafted(0.9, 1.0, 3)
+        assert not mood.rests()  # one poor cycle among good ones
+        mood.drafted(0.9, 3.0, 1)  # one that costs thrice what it brings is enough
+        assert mood.resting == 4
+
+    def test_what_was_accepted_ends_a_rest_that_was_expected_to_be_needed(self):
+        mood = Mood()
+        mood.drafted(1.1, 1.5, 2)
+        assert mood.resting == 4
+        mood.judged(0.1, 2)
+        assert mood.resting == 0
+        mood.drafted(1.1, 1.5, 2)
+        mood.judged(0.1, 0)
+        assert mood.resting == 4
+
+    def test_a_tree_without_nodes_has_failed_whatever_it_cost(self):
+        mood = Mood()
+        mood.drafted(1.0, 1.0, 0)
+        assert mood.rests()
+
+    def test_resting_it_forgets(self):
+        mood = Mood()
+        for _ in range(6):
+            mood.judged(1.0, 0)
+        assert mood.trust < 0.4
+        mood.resting = 64
+        while mood.rests():
+            pass
+        assert mood.trust > 0.75
+
+
+class TestNextWidth:
+    LEVEL = np.array([[0.8, 0.1]])
+
+    def width(self, points, children, level, mood=None):
+        made = Chooser(costs(*points))
+        for _ in range(200):
+            made.saw(np.full((1, 1, level.shape[1]), children), np.ones((1, 1)), 2, [Mood()])
+        V, c = made.costs.of("target", 1, 10).table(), made.costs.of("level", 1, 10)
+        return made.next_width(level, level, 1, 0.1, V, c, 1, [mood or Mood()])
+
+    def test_deeper_while_it_pays(self):
+        assert self.width(CHEAP, 0.4, self.LEVEL) > 0
+        assert self.width(DEAR, 0.4, self.LEVEL) == 0
+        assert self.width(CHEAP, 0.01, self.LEVEL) == 0
+        assert self.width(CHEAP, 0.4, self.LEVEL, Mood(expected=30.0)) == 0  # a text that is not trusted
+
+    def test_as_wide_as_pays(self):
+        flat = np.full((1, 8), 0.12)
+        assert self.width(({1: 1.0, 64: 1.0}, {1: 0.01, 8: 0.01}), 0.12, flat) == 8
+        assert self.width(({1: 1.0, 64: 1.0}, {1: 0.01, 2: 1.0, 8: 9.0}), 0.12, flat) == 1
+
+    def test_what_children_are_worth_is_learnt_by_rank_and_without_the_trust(self):
+        made = Chooser(costs(*CHEAP))
+        mood = Mood(expected=2.0)
+        assert mood.trust == 0.5
+        for _ in range(200):
+            made.saw(np.array([[[0.45, 0.05], [0.0, 0.0]]]), np.array([[1.0, 0.0]]), 2, [mood])
+        assert made.profile_DC[1] == pytest.approx([0.9, 0.1], abs=0.01)
+        assert made.profile_DC[0] == pytest.approx([0.5, 0.2])
+        for _ in range(5000):
+            made.learn(Tree.empty(), [], mood)
+        assert made.profile_DC[1] == pytest.approx([0.5, 0.2], abs=0.01)  # forgotten
+
+
+def test_the_chances_of_siblings_add_up_to_one_at_most():
+    made = Chooser(costs(*CHEAP))
+    made.calibration._accepted += 100.0
+    log_probs = torch.tensor([[[0.5, 0.4, 0.05]]]).log()
+    assert made.chances_of_children(log_probs, 1, [Mood()]).exp().sum().item() == pytest.approx(1.0)
+
+
+def ready(engine, points, load=False):
+    """The engine with given costs, which no reading moves."""
+    engine.chooser = Chooser(costs(*points, load=load))
+    engine.chooser.costs.observe = lambda *_: None
+    return engine
+
+
+def request(ids, tree=AUTO_TREE, tokens=24, **sampling):
+    return Request(ids, SamplingConfig(**sampling), Limits(tokens), tree)
+
+
+@pytest.mark.parametrize("points", [CHEAP, DEAR])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft", ["head", "ngram"])
+def test_the_text_is_the_same_whatever_tree_is_chosen(points, temperature, draft):
+    target = tiny_target()
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 9, 8, 7], [11]]
+    plain = [
+        r.output_ids for r in Engine(target, None, 3).run([request(p, None, temperature=temperature) for p in prompts])
+    ]
+    engine = ready(Engine(target, tiny_draft(target) if draft == "head" else draft, 3), points)
+    mixed = [AUTO_TREE, AUTO_TREE, TreeConfig(2, 2, 4)]
+    done = engine.run([request(p, t, temperature=temperature) for p, t in zip(prompts, mixed, strict=True)])
+    assert [r.output_ids for r in done] == plain
+    if points is CHEAP and draft == "head":
+        assert done[0].drafted_nodes > 0
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_rows_near_their_end_or_beside_others_do_not_disturb_a_batch(batch):
+    target = tiny_target()
+    draft = tiny_draft(target, draft_vocab_size=5)  # fewer than the children a node is given
+    slopes = ({1: 1.0, 64: 1.1}, {1: 0.01, 2: 0.02, 4: 0.2, 8: 0.9})
+    engine = ready(Engine(target, draft, batch), slopes)
+    limits = [6, 24, 9, 17, 2, 30]
+    prompts = [[5, 6, 7 + i] for i in range(len(limits))]
+    trees = [AUTO_TREE, AUTO_TREE, TreeConfig(3, 2, 5), AUTO_TREE, AUTO_TREE, None]
+    plain = [
+        r.output_ids for r in Engine(target).run([request(p, None, n) for p, n in zip(prompts, limits, strict=True)])
+    ]
+    done = engine.run([request(p, t, n) for p, t, n in zip(prompts, trees, limits, strict=True)])
+    assert [r.output_ids for r in done] == plain
+    assert [len(r.output_ids) for r in done] == limits
+    assert sum(r.trees.total() for r in done) > 0
+
+
+def test_a_draft_that_is_never_right_is_asked_ever_more_rarely():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    with torch.no_grad():
+        draft.lm_head.weight.zero_()
+    engine = ready(Engine(target, draft), ({1: 1.0, 64: 1.9}, {1: 0.1, 8: 0.1}))
+    calls = itertools.count()
+    catch_up = engine.drafter.catch_up
+    engine.drafter.catch_up = lambda rows: (next(calls) and None) or catch_up(rows)
+    (done,) = engine.run([request([5, 6, 7], tokens=100)])
+    assert len(done.output_ids) == 100
+    assert next(calls) <= 6  # of 99 steps
+
+
+class Moody:
+    """A drafter that guesses a chain, rightly from a step on and before it wrongly; sure of it always."""
+
+    reads_aux = False
+
+    def __init__(self, text, right_from):
+        self.text, self.right_from, self.asked = text, right_from, []
+
+    def draft(self, rows, chooser=None):
+        (row,) = rows
+        n = len(row.known)
+        if row.mood.rests():
+            return [Tree.empty()]
+        self.asked.append(n)
+        tokens = [int(t) if n >= self.right_from else (int(t) + 1) % 64 for t in self.text[n : n + 3]]
+        steps = torch.full((1, 1, 1), 0.9).log()
+        scores = [chooser.chances_of_children(steps, d + 1, [row.mood]).item() for d in range(len(tokens))]
+        chances = np.exp(np.cumsum(scores))[None]
+        V = chooser.costs.of("target", 1, n).table()
+        nodes = best_nodes(chances, V, 0.3, 1)[0]
+        trying = row.mood.trying
+        row.mood.drafted(1 + chances[0, :nodes].sum(), (0.3 + V[1 + nodes]) / V[1], nodes)
+        tree = Tree.from_tokens(tokens, list(range(-1, len(tokens) - 1)), np.cumsum(scores).tolist())
+        tree = Tree(tree.tokens_N, tree.parents_N, tree.depths_N, tree.scores_N, steps.flatten().expand(len(tokens)))
+        return [tree.prefix(max(nodes, int(trying)))]
+
+    def move(self, source, destination): ...
+    def truncate(self, slot, length): ...
+    def probe_level(self, slots, width): ...
+    def length(self, slot):
+        return 2**62
+
+
+def test_a_draft_that_turns_wrong_is_left_alone_and_found_again_once_it_is_right():
+    target = tiny_target(max_positions=2048)
+    (plain,) = Engine(target).run([request([5, 6, 7], None, 1200)])
+    drafter = Moody([5, 6, 7, *plain.output_ids], 700)
+    engine = Engine(target, drafter)
+    engine.chooser = Chooser(costs({1: 1.0, 64: 1.3}, {1: 0.1}))
+    engine.chooser.costs.observe = lambda *_: None
+    (done,) = engine.run([request([5, 6, 7], tokens=1200)])
+    assert done.output_ids == plain.output_ids
+    wrong = [n for n in drafter.asked if n < 700]
+    assert len(wrong) < 40  # of 697 steps
+    right = [n for n in drafter.asked if n >= 700]
+    assert right[0] < 780  # the longest rest later
+    assert right[-1] - right[0] < 4.2 * len(right)  # from then on nearly every step, each with all three accepted
+    assert len(right) > 60
+
+
+def test_the_room_left_bounds_the_depth():
+    target = tiny_target()
+    engine = ready(Engine(target, tiny_draft(target)), ({1: 1.0, 64: 1.0}, {1: 0.0, 8: 0.0}))
+    (done,) = engine.run([request([5, 6, 7], tokens=4)])
+    assert len(done.output_ids) == 4
+    assert len(done.tried) <= 3
+
+
+def test_costs_are_probed_once_and_found_again(monkeypatch, tmp_path):
+    monkeypatch.setattr("aquiline.decode.engine.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("aquiline.decode.cost.ForeignLoad", lambda: Load(False))
+    target = tiny_target()
+    draft = tiny_draft(target)
+    sizes = []
+    probe_pass = Engine._probe_pass
+    monkeypatch.setattr(Engine, "_probe_pass", lambda self, slots, n: sizes.append(n) or probe_pass(self, slots, n))
+    first = Engine(target, draft)
+    monkeypatch.setattr(cost, "_PROBE_SECONDS", 1e9)
+    (done,) = first.run([request([5, 6, 7])])
+    assert set(sizes) == set(cost.PROBED)
+    (file,) = tmp_path.glob("costs-*.json")
+    assert json.loads(file.read_text())["depends"]["target"][1] == "torch.float32"
+    sizes.clear()
+    (again,) = Engine(target, draft).run([request([5, 6, 7])])
+    assert not sizes
+    assert again.output_ids == done.output_ids
+    before = [first.cache.lengths[:], first.drafter.cache.lengths[:]]
+    assert before == [[0], [0]]

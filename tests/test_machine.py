@@ -1,0 +1,47 @@
+"""What the machine is, where its user's cache is, and how busy others keep it."""
+
+import types
+
+from aquiline.model import machine
+from aquiline.model.machine import ForeignLoad
+
+
+def test_code_is_loaded_only_from_a_folder_that_is_the_users_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert machine.cache_folder() == tmp_path / ".cache" / "aquiline"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert machine.cache_folder() == tmp_path / "x" / "aquiline"
+    (tmp_path / "x" / "aquiline").chmod(0o777)
+    assert machine.cache_folder() is None
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert machine.cache_folder() is None
+
+
+def test_our_own_work_is_no_load_and_a_stolen_second_is(monkeypatch, tmp_path):
+    stat = tmp_path / "stat"
+    tick = machine.os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(machine, "_STAT", str(stat))
+    monkeypatch.setattr(machine.os, "times", lambda: types.SimpleNamespace(**own))
+    own = {"user": 5.0, "system": 1.0, "children_user": 2.0, "children_system": 0.0}
+    # user nice system idle iowait irq softirq steal guest guest_nice; guests are counted among users already
+    stat.write_text("cpu  " + " ".join(str(n * tick) for n in (20, 1, 2, 100, 10, 1, 1, 5, 7, 0)) + "\ncpu0 1 2\n")
+    assert machine.processor_seconds() == (30.0 - 8.0, 140.0)
+    monkeypatch.setattr(machine, "_STAT", str(tmp_path / "none"))
+    assert machine.processor_seconds() is None
+
+
+def test_foreign_load_is_told_of_a_quarter_second_at_a_time(monkeypatch):
+    now, seconds = [100.0], [(0.0, 100.0)]
+    monkeypatch.setattr(machine.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(machine, "processor_seconds", lambda: seconds[0])
+    load = ForeignLoad()
+    now[0], seconds[0] = 100.1, (0.2, 100.2)
+    assert load.lately() is None  # too soon
+    now[0], seconds[0] = 100.3, (0.2, 100.6)
+    assert load.lately() is True  # a third of the time
+    now[0], seconds[0] = 100.6, (0.21, 101.2)
+    assert load.lately() is False
+    seconds[0], now[0] = None, 101.0
+    assert load.lately() is False  # not known here
