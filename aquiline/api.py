@@ -31,7 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 _JUDGED_CYCLES = 32  # fewer say nothing about a draft
 _HOPELESS_TAU = 1.05
-_IDLE_STEPS = 64  # without any tree
+_JUDGED_STEPS, _IDLE_SHARE = 64, 0.85  # of them without a tree
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Model:
     fingerprint: str = ""  # of the target
     _cycles: int = field(default=0, init=False)
     _emitted: int = field(default=0, init=False)
+    _steps: int = field(default=0, init=False)  # with `auto`
+    _plain: int = field(default=0, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
 
     @cached_property
@@ -184,10 +186,9 @@ class Model:
         if not isinstance(self.draft, Draft) or request.tree is None:
             return
         # A step for which a head makes no tree at all (its scores are not numbers) is a cycle that yields one token.
-        idle = max(0, len(request.output_ids) - 1 - sum(request.cycle_lengths)) if request.cycles == 0 else 0
-        if request.tree.auto:  # which has a reason when it makes none
-            self._watch_choice(idle)
-            idle = 0
+        idle = request.trees[0, 0] if request.cycles == 0 and not request.tree.auto else 0
+        if request.tree.auto:  # which makes none where none pays
+            self._watch_choice(request)
         self._cycles += request.cycles + idle
         self._emitted += sum(request.cycle_lengths) + idle
         if self._cycles >= _JUDGED_CYCLES and self._emitted < _HOPELESS_TAU * self._cycles:
@@ -205,12 +206,15 @@ class Model:
                 "(the text stays right)",
             )
 
-    def _watch_choice(self, steps: int) -> None:
-        if steps >= _IDLE_STEPS:
+    def _watch_choice(self, request: Request) -> None:
+        self._steps += request.trees.total()
+        self._plain += request.trees[0, 0]
+        if self._steps >= _JUDGED_STEPS and self._plain > _IDLE_SHARE * self._steps:
             self._warn_once(
                 "idle",
-                f"in {steps} steps no drafted tree was expected to pay: the draft's tokens are not accepted, or a pass "
-                "over several tokens costs too much here. `aquiline eval --tree 6:8:60 --no-plain` shows which",
+                f"in {self._plain} of {self._steps} steps no drafted tree was expected to pay: the draft's tokens are "
+                "not accepted, or a pass over several tokens costs too much here. "
+                "`aquiline eval --tree 6:8:60 --no-plain` shows which",
             )
 
     def _warn_once(self, topic: str, message: str) -> None:

@@ -12,6 +12,7 @@ from aquiline.decode.engine import Engine, Request
 from aquiline.files import checkpoint
 from aquiline.files.checkpoint import DraftInfo
 from tests.conftest import tiny_draft, tiny_target
+from tests.test_cost import DEAR, ready
 from tests.tiny_chat import assistant, byte_chat, user
 
 # The random heads of these tests accept next to nothing; that this is said has its own test.
@@ -71,7 +72,7 @@ def test_generate_is_the_targets_own_text(folders, model):
             assert (result.tree, result.tau, result.cycles) == (None, None, 0)
         else:
             assert result.tree == str(AUTO_TREE)
-            assert result.tau >= 1
+            assert (result.tau is None) == (result.cycles == 0)  # whether any tree pays depends on the machine
     assert model.target.dtype == torch.float32
     assert model.dtype == "float32"
 
@@ -198,10 +199,11 @@ def test_that_no_tree_ever_pays_is_said_once(folders, tmp_path):
     target = checkpoint.load_target(folders / "target", torch.float32)
     make_draft(tmp_path, target, zeroed=True)
     model = api.load(folders / "target", tmp_path, dtype="float32")
+    ready(model.engine, DEAR)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.generate("hi", max_new_tokens=20)
-    with pytest.warns(AquilineWarning, match="no drafted tree was expected to pay"):
+    with pytest.warns(AquilineWarning, match=r"in \d\d of \d\d steps no drafted tree was expected to pay"):
         model.generate("hi", max_new_tokens=80)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -386,7 +386,7 @@ def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
     draft.forward = spy
     trees = []
     grow = engine.drafter.draft
-    engine.drafter.draft = lambda rows: trees.extend(grow(rows)) or trees
+    engine.drafter.draft = lambda rows, _: trees.extend(grow(rows)) or trees
     with torch.inference_mode():
         engine._admit()
         ((_, row),) = engine._running

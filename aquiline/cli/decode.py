@@ -139,6 +139,8 @@ def _stats(result: "Result") -> str:
     ]
     if result.tau is not None:
         parts.append(f"tau {result.tau:.2f} over {result.cycles} cycles, tree {result.tree}")
+    elif result.tree is not None:
+        parts.append(f"tree {result.tree}: no guess was checked")
     return " · ".join(parts)
 
 
