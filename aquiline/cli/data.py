@@ -220,5 +220,5 @@ def show(
     for document in reading.documents[:rows]:
         console.print(preview.preview(document, chat))
     console.print(preview.lengths(reading.documents))
-    console.print(preview.coverage_table(reading.documents, config.vocab_size))
+    console.print(preview.coverage_table(reading.documents, chat, config.vocab_size))
     console.print(preview.facts(reading))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aquiline.config import AquilineWarning, require
 from aquiline.data.chat import Chat
-from aquiline.data.rows import Dropped, conversation
+from aquiline.data.rows import Dropped, conversation, language
 from aquiline.files.disk import json_object, read_lines
 
 
@@ -33,6 +33,7 @@ class Document:
     source: str
     name: str
     finish: tuple[str, ...] = ()  # of its replies, where it is known
+    language: str = ""  # where the row tells
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -114,6 +115,7 @@ def _documents(row: dict[str, Any], default_name: str, chat: Chat, vocab_size: i
         str(row.get("source", "")),
         str(row.get("id", default_name)),
         tuple(map(str, finish)) if isinstance(finish, (list, tuple)) else (),
+        language(row),
     )
     if "ids" in row and "replies" in row:
         ids = _ids(row["ids"], vocab_size)
