@@ -32,9 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ev
 MODEL = {"--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--temperature", "--seed"}
 SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
 FLAGS = {
-    "generate": MODEL | SAMPLING | {"--system", "--compare", "--json"},
-    "chat": MODEL | SAMPLING | {"--system"},
-    "eval": MODEL | {"--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
+    "generate": MODEL | SAMPLING | {"--system", "--template-kwarg", "--compare", "--json"},
+    "chat": MODEL | SAMPLING | {"--system", "--template-kwarg"},
+    "eval": MODEL | {"--template-kwarg", "--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
     "export-target": set(),
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
@@ -498,6 +498,7 @@ def test_data_answers_go_into_a_head_and_bad_rows_are_counted(aquiline, folders,
     assert "dropped: 1 broken JSON" in err
     assert "dropped: 1 starts with the assistant" in err
     assert "other weights" not in err
+    assert "warning: the whole run is 1 updates, and a head takes hundreds" in err
     run = json.loads((tmp_path / "run/head/run.json").read_text())
     assert run["data"]["dropped"] == {"broken JSON": 1, "starts with the assistant": 1}
     from tests.test_api import make_target
@@ -535,6 +536,10 @@ def test_data_flags_that_do_not_work_are_refused(aquiline, folders, tmp_path):  
     check_refused(aquiline(*arguments, "--template-kwarg", "enable_thinking=false"), "no prompt was answered", "know")
     check_refused(aquiline("data", "invent", out, "--count", "0"), "count 0")
     check_refused(aquiline("data", "show", tmp_path / "bad.jsonl", "--target", folders / "target"), "bad.jsonl:1")
+    row = {"prompt_ids": [1], "response_ids": [2, 3], "target": {"name": "theirs", "tokenizer": "x"}}
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row))
+    arguments = ["data", "show", tmp_path / "bad.jsonl", "--target", folders / "target"]
+    check_refused(aquiline(*arguments), "bad.jsonl:1 holds the ids of another tokenizer, that of theirs: give --target")
     check_refused(aquiline("data"), "Missing command")
 
 

@@ -82,6 +82,16 @@ def test_complete_means_that_there_is_a_head(prepare, tmp_path):
         prepare().run(lambda _: None)
 
 
+def test_a_target_of_few_tokens_gets_a_head_that_proposes_all(prepare, monkeypatch):
+    monkeypatch.setitem(prepare.__globals__, "CONFIG", TrainConfig(held_out=1))
+    run = prepare()
+    assert run.draft.vocab.target_ids_W.tolist() == list(range(END + 1))
+    assert run.config.draft_vocab_size == END + 1
+    monkeypatch.setitem(prepare.__globals__, "CONFIG", TrainConfig(held_out=1, draft_vocab_size=END + 2))
+    with pytest.raises(UserError, match=f"draft vocabulary of {END + 2} must be .* at most {END + 1}"):
+        prepare()
+
+
 def test_another_vocabulary_does_not_resume(prepare, tmp_path):
     prepare().run(lambda _: None)
     setup = json.loads((tmp_path / "out" / "setup.json").read_text())

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from aquiline.train.run import TrainingRun
 
 
+_FEW_UPDATES = 100
+
+
 @app.command()
 def train(
     data: Annotated[list[Path], typer.Argument(help="JSONL: stored answers, or conversations with 'messages'.")],
@@ -196,6 +199,11 @@ def _print_run(run: "TrainingRun") -> None:
         note(f"going on from the state in {run.out}")
 
 
+def _note_if_few(updates: int) -> None:
+    if updates < _FEW_UPDATES:
+        note(f"warning: the whole run is {updates} updates, and a head takes hundreds: more answers, or more --epochs")
+
+
 def _print_estimate(run: "TrainingRun", pause_file: Path | None) -> None:
     """What `--dry-run` adds. Really decoding now and then is not in the time."""
     from aquiline.measure.quiet import quiet
@@ -212,6 +220,7 @@ def _print_estimate(run: "TrainingRun", pause_file: Path | None) -> None:
         + (f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours")
         + f" in all, as if no features were on disk yet; {e.memory / 2**30:.1f} GiB of memory"
     )
+    _note_if_few(e.updates)
     if machine.loaded:
         note(f"warning: other processes took {machine.load:.0%} of the machine meanwhile: the times are too long")
     note("nothing was written")
@@ -230,6 +239,8 @@ def _training_report(bar: Progress) -> "Callable[[loop.Progress], None]":
                 tau += f" · decoded {tree} {value:.2f}"
         accuracy = " ".join(f"{a:.2f}" for a in progress.accuracy)
         skipped = f" · {progress.skipped} updates skipped, not finite" if progress.skipped else ""
+        if progress.step == 1:
+            _note_if_few(progress.total)
         line = (
             f"loss {progress.loss:.3f} · accuracy {accuracy}{tau}{skipped}" if progress.step else f"at the start{tau}"
         )

@@ -72,18 +72,23 @@ def read_documents(
     `template_kwargs`; `written` (a list of booleans, one per assistant turn) says which turns this target wrote, by
     default all of them.
 
-    Rows of no use are counted by reason; UserError when nothing is left, and, if `strict`, for the first of them.
+    Rows of no use are counted by reason; UserError when nothing is left, for rows of another tokenizer, and, if
+    `strict`, for the first of no use.
     """
-    given: set[Path] = set()
+    given, tokenizer = set[Path](), chat.fingerprint()
     documents: list[Document] = []
     cut, dropped, writers = 0, Dropped(strict), Counter[str]()
     for path in paths:
         require(path.resolve() not in given, f"{path} is given twice: its rows would count double")
         given.add(path.resolve())
         for number, line in read_lines(path):
-            where, found = f"{path}:{number}", list[Document]()
+            where, row, found = f"{path}:{number}", None, list[Document]()
             with dropped.row(where):
                 row = json_object(line)
+            if row is None:
+                continue
+            _check_tokenizer(row, tokenizer, where)
+            with dropped.row(where):
                 found = _documents(row, f"{path.name}:{number}", chat, vocab_size)
                 writers[_writer(row)] += 1
             for document in found:
@@ -93,7 +98,8 @@ def read_documents(
                     documents.append(_cut(document, max_length))
     require(
         bool(documents),
-        f"no usable row in {', '.join(map(str, paths))}: {dropped}. The first: {dropped.first or 'there was none'}",
+        f"no usable row in {', '.join(map(str, paths))}: {dropped}. The first: {dropped.first or 'there was none'}. "
+        "Training reads what `aquiline data answer` makes of prompts, or conversations with their answers",
     )
     return Reading(documents, cut, dict(dropped.counts), writers)
 
@@ -153,26 +159,35 @@ def _spans(replies: Any, length: int) -> Tensor:
     return flags
 
 
-def _writer(row: dict[str, Any]) -> str:
+def _target(row: dict[str, Any]) -> dict[str, Any]:
+    """Who says to have written a row."""
     target = row.get("target")
-    target = target if isinstance(target, dict) else {}
-    return json.dumps({"target": target, "template_kwargs": row.get("template_kwargs") or {}}, sort_keys=True)
+    return target if isinstance(target, dict) else {}
 
 
-def check_writers(reading: Reading, target: str, tokenizer: str, template: str) -> None:
-    """Say it when rows are another target's, by the fingerprints they carry; UserError when its tokens are others."""
-    ours = {"tokenizer": tokenizer, "fingerprint": target, "template": template}
-    strange: Counter[str] = Counter()
+def _writer(row: dict[str, Any]) -> str:
+    return json.dumps({"target": _target(row), "template_kwargs": row.get("template_kwargs") or {}}, sort_keys=True)
+
+
+def _check_tokenizer(row: dict[str, Any], tokenizer: str, where: str) -> None:
+    writer = _target(row)
+    require(
+        writer.get("tokenizer", tokenizer) == tokenizer,
+        f"{where} holds the ids of another tokenizer, that of {writer.get('name')}: give --target the model that wrote "
+        "it, or answer the prompts with this one",
+    )
+
+
+def check_writers(reading: Reading, target: str, template: str) -> None:
+    """Say it when rows are another target's, by the fingerprints they carry."""
+    ours = {"fingerprint": target, "template": template}
+    strange = Counter[str]()
     for text, count in reading.writers.items():
         writer = json.loads(text)["target"]
         for key, value in ours.items():
             if writer.get(key, value) != value:
                 strange[key] += count
     rows = sum(reading.writers.values())
-    require(
-        not strange["tokenizer"],
-        f"{strange['tokenizer']} of {rows} rows hold the ids of another tokenizer; answer the prompts with this target",
-    )
     said = {
         "fingerprint": "were written by other weights than this target's: it would not have written them",
         "template": "were written under another chat template: the head will see other prompts than in training",

@@ -105,7 +105,8 @@ class TrainingRun:
         if warm_start is None:
             target = checkpoint.load_target(target_spec, dtype, "cpu", capture_after)
             counts = token_counts(training, target.config.vocab_size)
-            size = config.draft_vocab_size or DEFAULT_DRAFT_VOCAB
+            size = config.draft_vocab_size or min(DEFAULT_DRAFT_VOCAB, target.config.vocab_size)
+            config = dataclasses.replace(config, draft_vocab_size=size)
             known = range(target.config.vocab_size)  # configs name ids beyond it
             vocab = VocabMap.build(counts, size, always=tuple(i for i in sorted(chat.end_of_turn_ids) if i in known))
             draft = Draft(draft_config(target, config, longest_row), vocab)
@@ -123,7 +124,7 @@ class TrainingRun:
         info = DraftInfo.of(
             target, checkpoint.target_name(target_spec), chat.fingerprint(), chat.template_fingerprint()
         )
-        check_writers(reading, info.target_fingerprint, info.tokenizer, info.template)
+        check_writers(reading, info.target_fingerprint, info.template)
         setup = (
             _setup(info, draft)
             | {"processes": launched()}
@@ -333,10 +334,11 @@ def _warm_start(
 
 def draft_config(target: Target, config: TrainConfig, trained_length: int) -> DraftConfig:
     """A head of the target's own shape: its heads, widths, norm and whole rope block."""
+    assert config.draft_vocab_size is not None
     t = target.config
     return DraftConfig(
         vocab_size=t.vocab_size,
-        draft_vocab_size=config.draft_vocab_size or DEFAULT_DRAFT_VOCAB,
+        draft_vocab_size=config.draft_vocab_size,
         hidden_size=t.hidden_size,
         target_hidden_size=t.hidden_size,
         intermediate_size=t.intermediate_size,
