@@ -296,6 +296,15 @@ def test_a_dry_run_writes_nothing(aquiline, folders, answers, tmp_path, monkeypa
     assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"]
 
 
+def test_a_warm_start_from_a_head_that_names_no_held_out_rows(aquiline, folders, answers, tmp_path):  # noqa: F811
+    begun = ("--warm-start", folders / "draft", "--draft-vocab-size", 200, "--dry-run")
+    code, _, err = aquiline(*train_arguments(folders, answers, tmp_path / "out", *begun))
+    assert code == 0
+    assert "draft does not say which rows were held out of its training: it may have learnt those here" in err
+    assert "which it may have learnt" not in err
+    assert "warning: the whole run is" in err
+
+
 @pytest.mark.filterwarnings("ignore:the data has")
 def test_training_end_to_end_and_after_kills(aquiline, folders, answers, tmp_path, monkeypatch):  # noqa: F811
     whole = tmp_path / "whole"

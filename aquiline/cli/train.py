@@ -187,6 +187,8 @@ def _print_run(run: "TrainingRun") -> None:
         note(f"dropped: {count} {reason}")
     warm = run.record.get("warm_start")
     whose = "" if warm is None else f", that of {warm['head']}"
+    if warm is not None and warm["held_out"] is None:
+        note(f"{warm['head']} does not say which rows were held out of its training: it may have learnt those here")
     note(
         f"draft vocabulary {run.config.draft_vocab_size}{whose}: {data['coverage']:.1%} of the supervised tokens; "
         f"longest row {run.draft.config.trained_length}"

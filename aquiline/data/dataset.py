@@ -9,7 +9,7 @@ import itertools
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,18 +232,56 @@ def token_counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
     return counts
 
 
-def hold_out(documents: list[Document], count: int, seed: int) -> tuple[list[Document], list[Document]]:
-    """(training, held-out greedy) documents. Held-out ones are drawn by hashed name, so the draw does not depend on
-    which other rows there are; every row with the same name goes with them.
+def prompt_hash(d: Document) -> str:
+    """Names what was asked, by the tokens before the first that this target wrote: the same under another id, in
+    another file, and when it is answered anew. A document without a prompt is named by all its tokens.
+    """
+    return hashlib.sha256(d.ids[: d.replies[0][0] or None].numpy().tobytes()).hexdigest()[:16]
+
+
+def hold_out(
+    documents: list[Document], count: int, seed: int, earlier: Collection[str] = ()
+) -> tuple[list[Document], list[Document]]:
+    """(training, held-out greedy) documents; every row with the name of a held-out one goes with it.
+
+    Those whose prompt was held out `earlier`, by `prompt_hash`, all are again. Others are added until there are
+    `count`, drawn by hashed name: which, depends on the rows that are there.
     """
 
-    def key(d: Document) -> bytes:
-        return hashlib.sha256(f"{seed}:{d.name}".encode()).digest()
+    def key(name: str) -> bytes:
+        return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
-    names = sorted({(key(d), d.name) for d in documents if d.greedy})
-    chosen = {name for _, name in names[:count]}
+    greedy = {d.name for d in documents if d.greedy}
+    chosen = {d.name for d in documents if prompt_hash(d) in earlier} if earlier else set()
+    missing = max(0, count - len(chosen & greedy))
+    chosen.update(sorted(greedy - chosen, key=key)[:missing])
     held = [d for d in documents if d.greedy and d.name in chosen]
-    return [d for d in documents if d.name not in chosen], held
+    training = [d for d in documents if d.name not in chosen]
+    if 0 < len(training) < len(held):
+        warnings.warn(
+            f"{len(held)} rows are held out to measure tau, and {len(training)} are left to train on: give more "
+            "answers, or a lower held_out",
+            AquilineWarning,
+            stacklevel=2,
+        )
+    return training, held
+
+
+def still_held_out(held_out: Sequence[Document], before: Collection[str], head: str) -> int:
+    """How many of the prompts that were held out of a head's training, by `prompt_hash`, are so again; says it when
+    these are not the same ones.
+    """
+    now = {prompt_hash(d) for d in held_out}
+    again = len(now & set(before))
+    others = f", and {len(now) - again} others are held out, which it may have learnt" if len(now) > again else ""
+    if others or again < len(before):
+        warnings.warn(
+            f"{again} of the {len(before)} rows that were held out of the training of {head} are in this data{others}: "
+            "its tau here is not to be compared with its earlier one",
+            AquilineWarning,
+            stacklevel=2,
+        )
+    return again
 
 
 def packs(documents: Sequence[Document], batch_tokens: int, seed: int, epoch: int) -> Iterator[list[int]]:
