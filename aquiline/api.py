@@ -9,7 +9,7 @@ for delta in model.stream("Write a haiku.", temperature=0.7, seed=3):
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -84,6 +84,7 @@ class Model:
     draft_name: str
     draft_folder: Path | None = None
     fingerprint: str = ""  # of the target
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # the chat template's arguments for every prompt
     _cycles: int = field(default=0, init=False)
     _emitted: int = field(default=0, init=False)
     _steps: int = field(default=0, init=False)  # with `auto`
@@ -102,12 +103,12 @@ class Model:
     def prompt_ids(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
         """Ids of a user's text or of a conversation, by the target's chat template; ids are taken as they are."""
         if isinstance(prompt, str):
-            return self.chat.render([{"role": "user", "content": prompt}])
+            return self.chat.render([{"role": "user", "content": prompt}], **self.template_kwargs)
         if prompt and all(isinstance(i, int) for i in prompt):
             return [i for i in prompt if isinstance(i, int)]
         messages = [m for m in prompt if not isinstance(m, int)]
         require(len(messages) == len(prompt), "the prompt mixes token ids and messages; give one of them")
-        return self.chat.render(messages)
+        return self.chat.render(messages, **self.template_kwargs)
 
     def request(
         self,
@@ -313,11 +314,14 @@ def load(
     *,
     dtype: str | None = None,
     device: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load a target (folder, .gguf file, hub id or `default`) and a draft (folder, hub id, `default`, `ngram`, `none`).
 
-    `dtype` and `device` as in `pick_dtype` and `pick_device`. UserError says what does not fit.
+    `dtype` and `device` as in `pick_dtype` and `pick_device`; `template_kwargs` go to the chat template with every
+    prompt, such as {"enable_thinking": False}. UserError says what does not fit.
     """
+    settings = dict(template_kwargs or {})
     where = pick_device(device)
     kind = pick_dtype(dtype, target, where)
     name = checkpoint.target_name(target)
@@ -325,7 +329,8 @@ def load(
         chat = load_chat(target)
         model = load_target(target, kind, where)
         fingerprint = checkpoint.target_fingerprint(model)  # packing takes the weights away
-        return Model(model.pack(), NGRAM if str(draft) == NGRAM else None, chat, name, str(draft), None, fingerprint)
+        ngram = NGRAM if str(draft) == NGRAM else None
+        return Model(model.pack(), ngram, chat, name, str(draft), None, fingerprint, settings)
     folder = checkpoint.draft_path(draft)  # first: a misspelt draft should not cost the loading of the target
     chat = load_chat(target)
     try:
@@ -334,8 +339,24 @@ def load(
         )
     except UserError as error:
         if str(draft) == DEFAULT and str(target) != DEFAULT:
-            hint = "the default draft belongs to the default target; give --draft a head for this one, ngram or none"
-            raise UserError(f"{error}. {hint}") from error
+            hint = "the default draft belongs to the default target: give --draft a head for this one, ngram or none"
+            raise UserError(f"{hint} ({error})") from error
         raise
     fingerprint = checkpoint.target_fingerprint(model)
-    return Model(model.pack(), head.pack(), chat, name, checkpoint.draft_name(folder), folder, fingerprint)
+    _check_template_kwargs(folder, settings)
+    return Model(model.pack(), head.pack(), chat, name, checkpoint.draft_name(folder), folder, fingerprint, settings)
+
+
+def _check_template_kwargs(folder: Path, settings: dict[str, Any]) -> None:
+    """Say it when the head was trained on text that was written with other template arguments, as far as it tells."""
+    path = folder / "run.json"
+    data = disk.read_json(path).get("data") if path.is_file() else None
+    trained = data.get("template_kwargs") if isinstance(data, dict) else None
+    if trained and settings not in trained:
+        warnings.warn(
+            "the draft was trained on text written with the template arguments "
+            f"{' or '.join(map(str, trained))}, and here they are {settings}: fewer guesses may be accepted "
+            "(--template-kwarg sets them)",
+            AquilineWarning,
+            stacklevel=3,
+        )

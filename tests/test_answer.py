@@ -22,7 +22,7 @@ PROMPTS = [
     Prompt("two", "s", [user("a"), user("b"), user("c")]),
     Prompt("sys", "s", [{"role": "system", "content": "S"}, user("x")]),
     Prompt("four", "t", [user("więcej"), user("?")]),
-    Prompt("five", "t", [user("hi hi")]),
+    Prompt("five", "t", [user("hi hi")], "English"),
 ]
 
 
@@ -69,6 +69,7 @@ def test_answers_are_the_targets_own_turn_by_turn(folders, tmp_path, draft):  # 
     rows = rows_of(tmp_path / "a.jsonl")
     assert sorted({row["id"] for row in rows}) == sorted(p.id for p in PROMPTS)
     assert {row["temperature"] for row in rows} == {0.0, 1.0}
+    assert {row["id"]: row["language"] for row in rows if "language" in row} == {"five": "English"}
     plain = load(folders, "none")
     replies = 0
     for prompt in PROMPTS:
@@ -95,6 +96,7 @@ def test_answers_are_the_targets_own_turn_by_turn(folders, tmp_path, draft):  # 
     assert (counts["tau"] is None) == (draft == "none")
     documents = read_documents([tmp_path / "a.jsonl"], model.chat, END + 1, 2048, strict=True).documents
     assert [d.ids.tolist() for d in documents] == [row["ids"] for row in rows]
+    assert {d.name: d.language for d in documents if d.language} == {"five": "English"}
     assert [d.replies for d in documents] == [[tuple(span) for span in row["replies"]] for row in rows]
 
 

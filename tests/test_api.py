@@ -1,6 +1,7 @@
 """The Python API on tiny models on disk: generate, stream, conversations, what load refuses, what is warned of."""
 
 import dataclasses
+import json
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ from aquiline.files import checkpoint
 from aquiline.files.checkpoint import DraftInfo
 from tests.conftest import tiny_draft, tiny_target
 from tests.test_cost import DEAR, ready
-from tests.tiny_chat import assistant, byte_chat, user
+from tests.tiny_chat import THINKING, assistant, byte_chat, user
 
 # The random heads of these tests accept next to nothing; that this is said has its own test.
 pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ever accepted")
@@ -21,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ev
 END = 261  # <|im_end|> of byte_chat, the last of its tokens
 
 
-def make_target(folder, seed=0, **changes):
+def make_target(folder, seed=0, chat=None, **changes):
     """A tiny target and its tokenizer on disk; returns the target as it is loaded back."""
     sizes = {"vocab_size": END + 1, "eos_token_ids": (END,), "max_positions": 512} | changes
-    checkpoint.export_target(tiny_target(seed, **sizes), byte_chat(), folder)
+    checkpoint.export_target(tiny_target(seed, **sizes), chat or byte_chat(), folder)
     return checkpoint.load_target(folder, torch.float32)
 
 
@@ -130,6 +131,35 @@ def test_what_is_refused(folders, model):
             api.load(folders / "target", "none", device=device)
     with pytest.raises(UserError, match="no-such-draft does not exist"):
         api.load(folders / "target", "no-such-draft")
+
+
+def test_the_default_draft_on_another_target_is_refused_with_what_to_do(folders):
+    with pytest.raises(
+        UserError, match=r"^the default draft belongs to the default target: give --draft .*hidden size"
+    ):
+        api.load(folders / "target", dtype="float32")
+
+
+def test_template_arguments_reach_every_prompt_and_are_compared_with_those_of_the_head(tmp_path):
+    chat, off = byte_chat(THINKING), {"enable_thinking": False}
+    make_draft(tmp_path / "draft", make_target(tmp_path / "target", chat=chat), chat=chat)
+
+    def load(**more) -> api.Model:
+        return api.load(tmp_path / "target", tmp_path / "draft", dtype="float32", **more)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load().prompt_ids("a") == chat.render([user("a")])  # this head does not tell
+        record = {"data": {"template_kwargs": [off]}}
+        (tmp_path / "draft" / "run.json").write_text(json.dumps(record))
+        model = load(template_kwargs=off)
+    prompt = chat.render([user("a")], enable_thinking=False)
+    assert prompt != chat.render([user("a")])
+    assert model.prompt_ids("a") == model.prompt_ids([user("a")]) == prompt
+    with pytest.warns(AquilineWarning, match=r"arguments \{'enable_thinking': False\}, and here they are \{\}"):
+        load()
+    with pytest.raises(UserError, match="does not know the setting 'thinking'"):
+        load(template_kwargs={"thinking": False} | off).prompt_ids("a")
 
 
 def test_the_default_dtype_is_the_weights_own_where_that_is_fast(folders, tmp_path, monkeypatch):

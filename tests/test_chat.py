@@ -241,6 +241,9 @@ def test_bad_conversations_are_user_errors(messages, words):
 def test_a_templates_refusal_is_one_line_and_no_template_is_said():
     with pytest.raises(UserError, match=r"refused the conversation: no such role$"):
         byte_chat(**LLAMA).render([{"role": "developer", "content": "x"}, user("q")])
+    picky = byte_chat("{% if messages[0].role == 'system' %}{{ raise_exception('roles must alternate') }}{% endif %}")
+    with pytest.raises(UserError, match=r"roles must alternate \(some templates take no system message\)$"):
+        picky.render([{"role": "system", "content": "x"}, user("q")])
     chat = byte_chat(template=None)
     assert chat.text(chat.encode("hi")) == "hi"
     with pytest.raises(UserError, match="has no chat template"):

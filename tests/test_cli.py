@@ -32,9 +32,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ev
 MODEL = {"--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--temperature", "--seed"}
 SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
 FLAGS = {
-    "generate": MODEL | SAMPLING | {"--system", "--compare", "--json"},
-    "chat": MODEL | SAMPLING | {"--system"},
-    "eval": MODEL | {"--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
+    "generate": MODEL | SAMPLING | {"--system", "--template-kwarg", "--compare", "--json"},
+    "chat": MODEL | SAMPLING | {"--system", "--template-kwarg"},
+    "eval": MODEL | {"--template-kwarg", "--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
     "export-target": set(),
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
@@ -300,6 +300,15 @@ def test_a_dry_run_writes_nothing(aquiline, folders, answers, tmp_path, monkeypa
     assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"]
 
 
+def test_a_warm_start_from_a_head_that_names_no_held_out_rows(aquiline, folders, answers, tmp_path):  # noqa: F811
+    begun = ("--warm-start", folders / "draft", "--draft-vocab-size", 200, "--dry-run")
+    code, _, err = aquiline(*train_arguments(folders, answers, tmp_path / "out", *begun))
+    assert code == 0
+    assert "draft does not say which rows were held out of its training: it may have learnt those here" in err
+    assert "which it may have learnt" not in err
+    assert "warning: the whole run is" in err
+
+
 @pytest.mark.filterwarnings("ignore:the data has")
 def test_training_end_to_end_and_after_kills(aquiline, folders, answers, tmp_path, monkeypatch):  # noqa: F811
     whole = tmp_path / "whole"
@@ -518,6 +527,7 @@ def test_data_answers_go_into_a_head_and_bad_rows_are_counted(aquiline, folders,
     assert "dropped: 1 broken JSON" in err
     assert "dropped: 1 starts with the assistant" in err
     assert "other weights" not in err
+    assert "warning: the whole run is 1 updates, and a head takes hundreds" in err
     run = json.loads((tmp_path / "run/head/run.json").read_text())
     assert run["data"]["dropped"] == {"broken JSON": 1, "starts with the assistant": 1}
     from tests.test_api import make_target
@@ -555,6 +565,10 @@ def test_data_flags_that_do_not_work_are_refused(aquiline, folders, tmp_path):  
     check_refused(aquiline(*arguments, "--template-kwarg", "enable_thinking=false"), "no prompt was answered", "know")
     check_refused(aquiline("data", "invent", out, "--count", "0"), "count 0")
     check_refused(aquiline("data", "show", tmp_path / "bad.jsonl", "--target", folders / "target"), "bad.jsonl:1")
+    row = {"prompt_ids": [1], "response_ids": [2, 3], "target": {"name": "theirs", "tokenizer": "x"}}
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row))
+    arguments = ["data", "show", tmp_path / "bad.jsonl", "--target", folders / "target"]
+    check_refused(aquiline(*arguments), "bad.jsonl:1 holds the ids of another tokenizer, that of theirs: give --target")
     check_refused(aquiline("data"), "Missing command")
 
 

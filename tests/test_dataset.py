@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from aquiline.config import AquilineWarning, UserError
-from aquiline.data.dataset import check_writers, read_documents
+from aquiline.data.dataset import check_writers, hold_out, prompt_hash, read_documents, still_held_out
 from tests.tiny_chat import THINKING, assistant, byte_chat, user
 
 
@@ -96,19 +96,66 @@ def test_conversations_are_rendered_with_their_own_template_arguments(tmp_path):
 
 
 def test_rows_of_another_target_are_noticed(tmp_path):
-    ours = {"name": "t", "fingerprint": "w", "tokenizer": "k", "template": "c"}
-    rows = [answer(3, 4) | {"target": target} for target in (ours, {"name": "a server", "tokenizer": "k"})]
-    facts = ("w", "k", "c")
+    ours = {"name": "t", "fingerprint": "w", "tokenizer": byte_chat().fingerprint(), "template": "c"}
+    rows = [answer(3, 4) | {"target": target} for target in (ours, {"name": "a server"})]
+    facts = ("w", "c")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_writers(read(tmp_path, answer(3, 4), *rows), *facts)
     for key, words in (("fingerprint", "1 of 2 rows were written by other weights"), ("template", "another chat temp")):
         with pytest.warns(AquilineWarning, match=words):
             check_writers(read(tmp_path, rows[0], answer(3, 4) | {"target": ours | {key: "x"}}), *facts)
-    with pytest.raises(UserError, match="1 of 2 rows hold the ids of another tokenizer"):
-        check_writers(read(tmp_path, rows[0], answer(3, 4) | {"target": ours | {"tokenizer": "x"}}), *facts)
     with pytest.warns(AquilineWarning, match="different template arguments"):
         check_writers(read(tmp_path, rows[0], rows[0] | {"template_kwargs": {"enable_thinking": True}}), *facts)
+    # Their ids may lie beyond our vocabulary: that they are of another tokenizer is what is wrong with them.
+    theirs = {"ids": [1, 2, 300], "replies": [[2, 3]], "target": {"name": "their-model", "tokenizer": "x"}}
+    with pytest.raises(UserError, match=r"a\.jsonl:2 holds the ids of another tokenizer, that of their-model: give"):
+        read(tmp_path, rows[0], theirs)
+
+
+def test_prompts_held_out_earlier_are_so_again(tmp_path):
+    def row(prompt: int, name: str, **more) -> dict:
+        return {"id": name, "prompt_ids": [prompt, 1], "response_ids": [2, 3], "temperature": 0} | more
+
+    def prompts(documents) -> list[int]:
+        return sorted(int(d.ids[0]) for d in documents)
+
+    first = read(tmp_path, *(row(i, f"a:{i}") for i in range(9))).documents
+    held = hold_out(first, 3, 0)[1]
+    before = [prompt_hash(d) for d in held]
+    # Other names, other answers, more rows; one of them now sampled, and one with a second row of the same name.
+    sampled, twice, same = prompts(held)
+    rows = [row(i, f"b:{i + 1}", response_ids=[4] * (i + 1)) for i in range(30)]
+    rows[sampled]["temperature"] = 0.7
+    rows.append(row(100, rows[twice]["id"], temperature=1))
+    more = read(tmp_path, *rows).documents
+    training, again = hold_out(more, 2, 0, before)
+    assert prompts(again) == [twice, same]
+    assert prompts(training) == [i for i in range(30) if i not in (sampled, twice, same)]
+    training, again = hold_out(more, 1, 0, before)  # fewer asked for: none of them is learnt
+    assert prompts(again) == [twice, same]
+    training, again = hold_out(more, 5, 0, before)
+    assert len(again) == 5
+    assert {twice, same} < set(prompts(again))
+    assert not {sampled, twice, same, 100} & set(prompts(training))
+    with pytest.warns(AquilineWarning, match=r"2 of the 3 rows .* of run/head are in this data, and 3 others are held"):
+        assert still_held_out(again, before, "run/head") == 2
+    with pytest.warns(AquilineWarning, match=r"2 of the 3 rows .* of run/head are in this data: its tau"):
+        assert still_held_out(held[1:], before, "run/head") == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert still_held_out(held, before, "run/head") == 3
+    bare = read(tmp_path, *({"ids": [i, 1, 2, 3], "replies": [[0, 4]]} for i in range(3))).documents
+    assert len({prompt_hash(d) for d in bare}) == 3
+
+
+def test_few_rows_of_which_most_are_held_out_are_said(tmp_path):
+    documents = read(tmp_path, *(answer(3 + i, 4) | {"id": f"{i}"} for i in range(5)), max_length=20).documents
+    with pytest.warns(AquilineWarning, match="3 rows are held out to measure tau, and 2 are left to train on"):
+        hold_out(documents, 3, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hold_out(documents, 2, 0)
 
 
 def test_a_row_in_another_encoding_is_one_of_no_use(tmp_path):

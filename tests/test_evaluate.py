@@ -71,6 +71,7 @@ def test_the_record_follows_its_contract_and_its_formulas(model):
     assert settings["dtype"] == "float32"
     assert (settings["target"], settings["draft"], settings["draft_sha256"]) == ("target", "ngram", None)
     assert settings["template"] == model.chat.template_fingerprint()
+    assert settings["template_kwargs"] == {}
     assert len(settings["prompts_sha256"]) == 64
     other = make_record(model, config, {"t": PROMPTS[:3]}, {"t": block})
     assert other["settings"]["prompts_sha256"] != settings["prompts_sha256"]

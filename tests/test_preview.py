@@ -60,15 +60,57 @@ def test_coverage_by_the_most_frequent_tokens_of_all(tmp_path, monkeypatch):
     ]
     documents = reading(tmp_path, *rows).documents
     # Of all: 4 of token 7, 3 of 8, 1 of 9.
-    assert preview.coverage(documents, END + 1) == {
-        "all": [0.5, 0.875, 1.0],
-        "s": [4 / 6, 5 / 6, 1.0],
-        "t": [0, 1.0, 1.0],
+    assert preview.coverage(documents, CHAT, END + 1) == {
+        "all": (8, [0.5, 0.875, 1.0]),
+        "source s": (6, [4 / 6, 5 / 6, 1.0]),
+        "source t": (2, [0, 1.0, 1.0]),
     }
-    assert set(preview.coverage(documents[:1], END + 1)) == {"all"}
-    table = printed(preview.coverage_table(documents, END + 1))
+    assert set(preview.coverage(documents[:1], CHAT, END + 1)) == {"all"}
+    table = printed(preview.coverage_table(documents, CHAT, END + 1))
     assert "87.5%" in table
     assert "262" in table
+    assert "script" not in table
+
+
+def talk(text, **more) -> dict:
+    return {"messages": [user("q"), assistant(text)]} | more
+
+
+def test_coverage_by_the_language_that_rows_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(preview, "DRAFT_VOCABULARIES", (4,))
+    rows = [talk("aaaaaa", language="English"), talk("aab", lang="English"), talk("ж", language="Russian"), talk("a")]
+    documents = reading(tmp_path, *rows, talk("a", language=["?"])).documents
+    found = preview.coverage(documents, CHAT, END + 1)
+    # A token a byte, and one at the end. The four: a, the end, b, and one of the two bytes of ж.
+    assert {name: tokens for name, (tokens, _) in found.items()} == {
+        "all": 18, "language English": 11, "language Russian": 3, "language not named": 4,
+    }  # fmt: skip
+    assert found["language English"][1] == [1.0, 1.0]
+    assert found["language Russian"][1] == [2 / 3, 1.0]
+    assert "script" not in printed(preview.coverage_table(documents, CHAT, END + 1))
+    assert set(preview.coverage(documents[:2], CHAT, END + 1)) == {"all"}  # one language is all there is
+
+
+def test_coverage_by_script_where_no_row_names_a_language(tmp_path):
+    texts = ["zażółć jaźń", "naïve", "Привет, Bob и Ann", "天は青い", "नमस्ते", "مرحبا", "12 + 3 = 15"]
+    documents = reading(tmp_path, *map(talk, texts)).documents
+    found = preview.coverage(documents, CHAT, END + 1)
+    names = ["Arabic", "CJK", "Cyrillic", "Devanagari", "Latin", "none"]
+    assert list(found) == ["all", *(f"script {name}" for name in names)]
+    latin = sum(int(d.supervised.sum()) for d in documents[:2])
+    assert found["script Latin"] == (latin, [1.0])
+    table = printed(preview.coverage_table(documents, CHAT, END + 1))
+    assert "script Cyrillic" in table
+    assert "by script, a guess from the text, as no row has a 'language'" in " ".join(table.split())
+
+
+def test_the_script_of_a_text_is_that_of_most_of_its_letters():
+    mixed = "Ответ: use the function open() для файла на диске"
+    assert preview.script(mixed) == "Cyrillic"
+    assert preview.script("The word мир means peace") == "Latin"
+    assert preview.script("ひらがなとカタカナと漢") == "CJK"
+    assert preview.script("한국어") == "Hangul"
+    assert preview.script("") == preview.script("3.14 …\ue000") == "none"
 
 
 def test_facts_count_cut_rows_replies_and_what_was_dropped(tmp_path):

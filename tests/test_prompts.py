@@ -47,6 +47,12 @@ def test_the_four_shapes_and_mixed_turns_are_the_same_prompt(tmp_path):
     ]
 
 
+def test_a_prompt_keeps_its_language(tmp_path):
+    rows = [{"prompt": "a", "language": "English"}, {"prompt": "b", "lang": "pl"}, {"prompt": "x", "language": None}]
+    prompts, dropped = read(lines(tmp_path / "a.jsonl", *rows, {"prompt": "y", "lang": 3}))
+    assert ([p.language for p in prompts], dropped) == (["English", "pl", "", ""], {})
+
+
 def test_a_call_stays_with_its_answer_and_other_assistant_turns_go(tmp_path):
     talk = [user("a"), CALL, TOOL, assistant("x"), user("b"), CALL]
     prompts, _ = read(lines(tmp_path / "a.jsonl", {"messages": talk}))

@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def folder_of_its_own(tmp_path, monkeypatch):
         monkeypatch.setattr(
             checkpoint, name, lambda spec, find=find, tiny=tiny: tiny if spec == "default" else find(spec)
         )
+    shutil.copytree(tmp_path / "models/target", tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("".join(f"Say {n}.\n" for n in range(6)))
     for name in ("mt_bench", "gsm8k"):

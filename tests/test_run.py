@@ -83,6 +83,16 @@ def test_complete_means_that_there_is_a_head(prepare, tmp_path):
         prepare().run(lambda _: None)
 
 
+def test_a_target_of_few_tokens_gets_a_head_that_proposes_all(prepare, monkeypatch):
+    monkeypatch.setitem(prepare.__globals__, "CONFIG", TrainConfig(held_out=1))
+    run = prepare()
+    assert run.draft.vocab.target_ids_W.tolist() == list(range(END + 1))
+    assert run.config.draft_vocab_size == END + 1
+    monkeypatch.setitem(prepare.__globals__, "CONFIG", TrainConfig(held_out=1, draft_vocab_size=END + 2))
+    with pytest.raises(UserError, match=f"draft vocabulary of {END + 2} must be .* at most {END + 1}"):
+        prepare()
+
+
 def test_another_vocabulary_does_not_resume(prepare, tmp_path):
     prepare().run(lambda _: None)
     setup = json.loads((tmp_path / "out" / "setup.json").read_text())
@@ -126,7 +136,7 @@ def test_a_warm_start_keeps_weights_map_layers_and_switches(folders, other_data,
     assert run.record["data"]["coverage"] == pytest.approx(known / int(counted.sum()))
     sha256 = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()
     assert run.record["warm_start"] == {"head": "first/head", "sha256": sha256, "step": 625, "tokens": 1000,
-                                         "switches": ["norm_output"]}  # fmt: skip
+                                         "switches": ["norm_output"], "held_out": None}  # fmt: skip
     assert {row[3] for row in run.tensors()[1:]} == {"first/head"}
 
     assert run.run(lambda _: None)
@@ -160,6 +170,46 @@ def test_a_warm_start_keeps_weights_map_layers_and_switches(folders, other_data,
     make_draft(head, target, norm_output=True, seed=7)
     with pytest.raises(UserError, match=r"goes on only with the head it began from .*unchanged"):
         prepare(warm_start=head)
+
+
+def test_rows_held_out_once_stay_so_in_a_run_that_begins_with_the_head(folders, tmp_path, recwarn):  # noqa: F811
+    chat = Chat.from_folder(folders / "target", [END])
+    config = dataclasses.replace(CONFIG, held_out=3, epochs=1.0)
+    rows = [
+        {"id": f"r{i}", "temperature": 0, "prompt_ids": [i, 2, 3], "response_ids": [4, 5, 6 + i, END]}
+        for i in range(40)
+    ]
+
+    def prepare(name, rows, head=None, config=config) -> TrainingRun:
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        data = [tmp_path / f"{name}.jsonl"]
+        return TrainingRun.prepare(data, tmp_path / name, folders / "target", chat, config, warm_start=head)
+
+    def held(run) -> set[int]:
+        return {int(d.ids[0]) for d in run.held_out}
+
+    first = prepare("first", rows[:12])
+    first.run(lambda _: None)
+    head = first.head
+    assert len(json.loads((head / "run.json").read_text())["held_out"]) == 3
+    assert held(prepare("cold", rows)) != held(first)  # more rows, another draw
+    warm = prepare("warm", rows, head)
+    assert held(warm) == held(first)
+    assert len(warm.training) == 37
+    assert warm.record["warm_start"]["held_out"] == 3
+    assert warm.record["held_out"] == first.record["held_out"]
+    assert not [w for w in recwarn if "held out" in str(w.message)]
+    one = min(held(first))
+    with pytest.warns(AquilineWarning, match=r"2 of the 3 rows .* of first/head .* and 1 others are held out"):
+        fewer = prepare("fewer", [row for row in rows if row["id"] != f"r{one}"], head)
+    assert held(fewer) > held(first) - {one}
+    assert fewer.record["warm_start"]["held_out"] == 2
+
+    record = json.loads((head / "run.json").read_text())
+    (head / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k != "held_out"}))
+    recwarn.clear()
+    assert held(prepare("untold", rows, head)) == held(prepare("cold", rows))
+    assert not [w for w in recwarn if "held out" in str(w.message)]
 
 
 def test_the_feature_loss_has_its_conditions(folders, other_data, tmp_path, monkeypatch):  # noqa: F811

@@ -31,6 +31,17 @@ def test_turns_and_messages(tmp_path):
     assert task_name(path) == "gsm8k"
 
 
+def test_what_data_answer_and_invent_read_and_write_can_be_measured(tmp_path):
+    path = write(tmp_path, {"id": "invented-0-3", "source": "invented", "prompt": "q"})
+    assert read_prompts(path) == [Prompt("invented-0-3", [{"role": "user", "content": "q"}])]
+    text = tmp_path / "prompts.txt"
+    text.write_bytes(b"one\n\n two\r\n")
+    assert [(p.id, p.messages[0]["content"]) for p in read_prompts(text)] == [("1", "one"), ("3", "two")]
+    text.write_bytes(b"one\n\xff\n")
+    with pytest.raises(UserError, match=r"prompts\.txt:2: not UTF-8"):
+        read_prompts(text)
+
+
 def test_limit_reads_no_further(tmp_path):
     path = write(tmp_path, {"turns": ["a"]}, {"turns": ["b"]}, b"broken")
     assert [p.messages[0]["content"] for p in read_prompts(path, 2)] == ["a", "b"]
@@ -54,7 +65,9 @@ def test_separators_inside_strings_and_a_byte_order_mark_are_no_trouble(tmp_path
         (b"\xff\xfe{", "not UTF-8"),
         ([1], "expected an object, found list"),
         ({}, "found the keys .none."),
-        ({"prompt": "x"}, "expected one of 'turns' and 'messages', found the keys 'prompt'"),
+        ({"text": "x"}, "expected one of 'turns', 'messages' or 'prompt', found the keys 'text'"),
+        ({"prompt": ["x"]}, "'prompt' must be a text string"),
+        ({"prompt": "x", "turns": ["x"]}, "expected one of"),
         ({"turns": ["x"], "messages": []}, "expected one of"),
         ({"turns": []}, "'turns' must be a list of at least one"),
         ({"turns": "x"}, "'turns' must be a list"),

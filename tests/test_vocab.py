@@ -1,5 +1,7 @@
 """The draft vocabulary: built from counts, validated, and said aloud when the corpus is small."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -22,6 +24,9 @@ def test_a_small_corpus_is_filled_up_and_says_so():
         vocab = VocabMap.build(counts, 32)
     assert vocab.draft_vocab_size == 32
     assert set(range(40, 50)) <= set(vocab.target_ids_W.tolist())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is left out
+        assert VocabMap.build(counts, 64).draft_vocab_size == 64
 
 
 def test_impossible_maps_are_refused():

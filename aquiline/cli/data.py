@@ -1,7 +1,6 @@
 """`data answer`, `data invent` and `data show`."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +14,14 @@ from aquiline.cli.shared import (
     StrictFlag,
     SystemFlag,
     TargetFlag,
+    TemplateFlag,
     TokensFlag,
     app,
     check_writable,
     load_model,
     note,
     progress,
+    template_settings,
 )
 from aquiline.config import AnswerConfig, InventConfig, TrainConfig, UserError, require
 
@@ -67,10 +68,7 @@ def answer(
     system: Annotated[
         str | None, typer.Option("--system", help="A system message, where a prompt has none.")
     ] = AnswerConfig.system,
-    template_kwarg: Annotated[
-        list[str] | None,
-        typer.Option("--template-kwarg", help="KEY=VALUE for the chat template, such as enable_thinking=false."),
-    ] = None,
+    template_kwarg: TemplateFlag = None,
     limit: Annotated[int | None, typer.Option("--limit", help="Prompts. [default: all]")] = None,
     seed: SeedFlag = AnswerConfig.seed,
     strict: StrictFlag = False,
@@ -83,7 +81,7 @@ def answer(
         max_new_tokens,
         max_length,
         system,
-        _template_kwargs(template_kwarg or []),
+        template_settings(template_kwarg),
         seed,
         in_flight,
     )
@@ -104,7 +102,7 @@ def answer(
     )
     writer: Model | Server
     if server is None:
-        writer, chat, longest = _own(target, draft, dtype, device)
+        writer, chat, longest = _own(target, draft, dtype, device, config.template_kwargs)
     else:
         writer, chat, longest = _served(server, model, target, config)
     config = dataclasses.replace(config, max_length=min(max_length, longest))
@@ -113,8 +111,11 @@ def answer(
     note(answering.summary(counts, read))
 
 
-def _own(target: str, draft: str | None, dtype: str | None, device: str | None) -> tuple["Model", Any, int]:
-    model = load_model(target, draft or ("default" if target == "default" else "none"), dtype, device)
+def _own(
+    target: str, draft: str | None, dtype: str | None, device: str | None, template_kwargs: dict[str, Any]
+) -> tuple["Model", Any, int]:
+    draft = draft or ("default" if target == "default" else "none")
+    model = load_model(target, draft, dtype, device, template_kwargs)
     return model, model.chat, model.target.config.max_positions
 
 
@@ -134,19 +135,6 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise UserError(f"--temperature {text!r} is not a number or several, such as 0,0.7,1") from error
-
-
-def _template_kwargs(pairs: list[str]) -> dict[str, Any]:
-    """KEY=VALUE, the value as JSON where it is JSON (false, 3), else as text."""
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        require(bool(key and equals), f"--template-kwarg {pair!r} is not KEY=VALUE, such as enable_thinking=false")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = {"True": True, "False": False}.get(value, value)
-    return found
 
 
 def _check_output(out: Path, sources: list[str]) -> None:
@@ -190,7 +178,7 @@ def invent(
     _check_output(out, [])
     from aquiline.data import invent as inventing
 
-    model, _, _ = _own(target, draft, dtype, device)
+    model, _, _ = _own(target, draft, dtype, device, {})
     with progress() as bar:
         counts = inventing.invent(model, out, config, _report(bar, "inventing", count))
     tried, rejected = counts["tried_in_this_run"], counts["rejected_in_this_run"]
@@ -220,5 +208,5 @@ def show(
     for document in reading.documents[:rows]:
         console.print(preview.preview(document, chat))
     console.print(preview.lengths(reading.documents))
-    console.print(preview.coverage_table(reading.documents, config.vocab_size))
+    console.print(preview.coverage_table(reading.documents, chat, config.vocab_size))
     console.print(preview.facts(reading))

@@ -18,6 +18,7 @@ from aquiline.cli.shared import (
     SystemFlag,
     TargetFlag,
     TemperatureFlag,
+    TemplateFlag,
     TokensFlag,
     TopKFlag,
     TopPFlag,
@@ -29,6 +30,7 @@ from aquiline.cli.shared import (
     note,
     piped,
     print_json,
+    template_settings,
 )
 from aquiline.config import Limits, SamplingConfig, require
 
@@ -53,6 +55,7 @@ def generate(
     frequency_penalty: FrequencyFlag = SamplingConfig.frequency_penalty,
     seed: SeedFlag = SamplingConfig.seed,
     tree: TreeFlag = None,
+    template_kwarg: TemplateFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
     compare: Annotated[bool, typer.Option("--compare", help="Decode plainly too, and compare.")] = False,
@@ -66,7 +69,7 @@ def generate(
     require(not (compare and draft == "none"), "--compare needs a draft to compare with; leave --draft none out")
     text = piped(sys.stdin.buffer.read() if sys.stdin else b"") if prompt == "-" else prompt
     messages = ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": text}]
-    model = load_model(target, draft, dtype, device)
+    model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
     if compare:
         _compare(model, messages, settings, as_json)
         return
@@ -159,6 +162,7 @@ def chat(
     frequency_penalty: FrequencyFlag = SamplingConfig.frequency_penalty,
     seed: SeedFlag = SamplingConfig.seed,
     tree: TreeFlag = None,
+    template_kwarg: TemplateFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
 ) -> None:
@@ -167,7 +171,7 @@ def chat(
         max_new_tokens, tree, draft, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
     )  # fmt: skip
-    model = load_model(target, draft, dtype, device)
+    model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
     from aquiline.api import Conversation
 
     conversation = Conversation(model, system, **settings)

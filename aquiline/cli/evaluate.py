@@ -16,6 +16,7 @@ from aquiline.cli.shared import (
     SeedFlag,
     TargetFlag,
     TemperatureFlag,
+    TemplateFlag,
     TokensFlag,
     TreeFlag,
     app,
@@ -24,6 +25,7 @@ from aquiline.cli.shared import (
     note,
     print_json,
     progress,
+    template_settings,
 )
 from aquiline.config import AUTO_TREE, EvalConfig, TreeConfig, require
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 @app.command("eval")
 def evaluate(
-    files: Annotated[list[Path], typer.Argument(help="JSONL with 'turns' or 'messages'; the task is the file's stem.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="JSONL with 'turns', 'messages' or 'prompt'; or text, a prompt a line.")
+    ],
     json_out: Annotated[
         str | None, typer.Option("--json", help="Write the record there; '-' is stdout.", metavar="OUT")
     ] = None,
@@ -49,6 +53,7 @@ def evaluate(
     allow_load: Annotated[
         bool, typer.Option("--allow-load", help="Keep the times even if other processes kept the machine busy.")
     ] = False,
+    template_kwarg: TemplateFlag = None,
     pause_file: PauseFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
@@ -72,7 +77,7 @@ def evaluate(
         name = tasks.task_name(path)
         require(name not in prompts, f"two files are named {name}, and a task is named after its file; rename one")
         prompts[name] = tasks.read_prompts(path, limit)
-    model = load_model(target, draft, dtype, device)
+    model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
     from aquiline.files.disk import write_json_atomic
     from aquiline.measure import evaluate as measure
     from aquiline.measure.quiet import quiet

@@ -61,6 +61,10 @@ PauseFlag = Annotated[
     ),
 ]
 SeedFlag = Annotated[int, typer.Option("--seed", help="Same seed, same text, with and without a draft.")]
+TemplateFlag = Annotated[
+    list[str] | None,
+    typer.Option("--template-kwarg", help="KEY=VALUE for the chat template, such as enable_thinking=false."),
+]
 StrictFlag = Annotated[bool, typer.Option("--strict", help="Stop at the first row that is of no use.")]
 
 
@@ -74,10 +78,25 @@ def check_settings(max_new_tokens: int, tree: str | None, draft: str, **sampling
     return sampling | {"max_new_tokens": max_new_tokens, "tree": tree}
 
 
-def load_model(target: str, draft: str, dtype: str | None, device: str | None) -> "Model":
+def template_settings(pairs: list[str] | None) -> dict[str, Any]:
+    """KEY=VALUE, the value as JSON where it is JSON (false, 3), else as text."""
+    found: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        require(bool(key and equals), f"--template-kwarg {pair!r} is not KEY=VALUE, such as enable_thinking=false")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = {"True": True, "False": False}.get(value, value)
+    return found
+
+
+def load_model(
+    target: str, draft: str, dtype: str | None, device: str | None, template_kwargs: dict[str, Any]
+) -> "Model":
     from aquiline import api
 
-    model = api.load(target, draft, dtype=dtype, device=device)
+    model = api.load(target, draft, dtype=dtype, device=device, template_kwargs=template_kwargs)
     note(f"{model.target_name}, draft {model.draft_name}, {model.dtype} on {model.target.device}")
     return model
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from aquiline.train.run import TrainingRun
 
 
+_FEW_UPDATES = 100
+
+
 @app.command()
 def train(
     data: Annotated[list[Path], typer.Argument(help="JSONL: stored answers, or conversations with 'messages'.")],
@@ -214,6 +217,8 @@ def _print_run(run: "TrainingRun") -> None:
         note(f"dropped: {count} {reason}")
     warm = run.record.get("warm_start")
     whose = "" if warm is None else f", that of {warm['head']}"
+    if warm is not None and warm["held_out"] is None:
+        note(f"{warm['head']} does not say which rows were held out of its training: it may have learnt those here")
     note(
         f"draft vocabulary {run.config.draft_vocab_size}{whose}: {data['coverage']:.1%} of the supervised tokens; "
         f"longest row {run.draft.config.trained_length}"
@@ -224,6 +229,11 @@ def _print_run(run: "TrainingRun") -> None:
     note(f"features: {needed / 2**30:.2f} GiB on disk, {kept}; {free / 2**30:.2f} GiB are free there")
     if (run.out / "state" / "state.pt").exists():
         note(f"going on from the state in {run.out}")
+
+
+def _note_if_few(updates: int) -> None:
+    if updates < _FEW_UPDATES:
+        note(f"warning: the whole run is {updates} updates, and a head takes hundreds: more answers, or more --epochs")
 
 
 def _print_estimate(run: "TrainingRun", pause_file: Path | None) -> None:
@@ -243,6 +253,7 @@ def _print_estimate(run: "TrainingRun", pause_file: Path | None) -> None:
         + f" in all, as if no features were on disk yet; {e.memory / 2**30:.1f} GiB of memory"
         + (f", {e.gpu_memory / 2**30:.1f} GiB of the GPU's" if e.gpu_memory else "")
     )
+    _note_if_few(e.updates)
     if machine.loaded:
         note(f"warning: other processes took {machine.load:.0%} of the machine meanwhile: the times are too long")
     note("nothing was written")
@@ -261,6 +272,8 @@ def _training_report(bar: Progress) -> "Callable[[loop.Progress], None]":
                 tau += f" · decoded {tree} {value:.2f}"
         accuracy = " ".join(f"{a:.2f}" for a in progress.accuracy)
         skipped = f" · {progress.skipped} updates skipped, not finite" if progress.skipped else ""
+        if progress.step == 1:
+            _note_if_few(progress.total)
         line = (
             f"loss {progress.loss:.3f} · accuracy {accuracy}{tau}{skipped}" if progress.step else f"at the start{tau}"
         )

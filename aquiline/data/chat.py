@@ -151,7 +151,9 @@ class Chat:
                 **template_kwargs,
             )
         except Exception as error:  # a template is foreign code: it raises on purpose, and trips over what it lacks
-            raise UserError(f"the chat template refused the conversation: {one_line(error)}") from error
+            systems = any(m["role"] == "system" for m in messages)
+            hint = " (some templates take no system message)" if systems else ""
+            raise UserError(f"the chat template refused the conversation: {one_line(error)}{hint}") from error
         for message in messages:
             for call in message.get("tool_calls") or ():
                 name = str(_function_of(call)["name"])

@@ -9,7 +9,7 @@ import itertools
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aquiline.config import AquilineWarning, require
 from aquiline.data.chat import Chat
-from aquiline.data.rows import Dropped, conversation
+from aquiline.data.rows import Dropped, conversation, language
 from aquiline.files.disk import json_object, read_lines
 
 
@@ -33,6 +33,7 @@ class Document:
     source: str
     name: str
     finish: tuple[str, ...] = ()  # of its replies, where it is known
+    language: str = ""  # where the row tells
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -71,18 +72,23 @@ def read_documents(
     `template_kwargs`; `written` (a list of booleans, one per assistant turn) says which turns this target wrote, by
     default all of them.
 
-    Rows of no use are counted by reason; UserError when nothing is left, and, if `strict`, for the first of them.
+    Rows of no use are counted by reason; UserError when nothing is left, for rows of another tokenizer, and, if
+    `strict`, for the first of no use.
     """
-    given: set[Path] = set()
+    given, tokenizer = set[Path](), chat.fingerprint()
     documents: list[Document] = []
     cut, dropped, writers = 0, Dropped(strict), Counter[str]()
     for path in paths:
         require(path.resolve() not in given, f"{path} is given twice: its rows would count double")
         given.add(path.resolve())
         for number, line in read_lines(path):
-            where, found = f"{path}:{number}", list[Document]()
+            where, row, found = f"{path}:{number}", None, list[Document]()
             with dropped.row(where):
                 row = json_object(line)
+            if row is None:
+                continue
+            _check_tokenizer(row, tokenizer, where)
+            with dropped.row(where):
                 found = _documents(row, f"{path.name}:{number}", chat, vocab_size)
                 writers[_writer(row)] += 1
             for document in found:
@@ -92,7 +98,8 @@ def read_documents(
                     documents.append(_cut(document, max_length))
     require(
         bool(documents),
-        f"no usable row in {', '.join(map(str, paths))}: {dropped}. The first: {dropped.first or 'there was none'}",
+        f"no usable row in {', '.join(map(str, paths))}: {dropped}. The first: {dropped.first or 'there was none'}. "
+        "Training reads what `aquiline data answer` makes of prompts, or conversations with their answers",
     )
     return Reading(documents, cut, dict(dropped.counts), writers)
 
@@ -114,6 +121,7 @@ def _documents(row: dict[str, Any], default_name: str, chat: Chat, vocab_size: i
         str(row.get("source", "")),
         str(row.get("id", default_name)),
         tuple(map(str, finish)) if isinstance(finish, (list, tuple)) else (),
+        language(row),
     )
     if "ids" in row and "replies" in row:
         ids = _ids(row["ids"], vocab_size)
@@ -151,26 +159,35 @@ def _spans(replies: Any, length: int) -> Tensor:
     return flags
 
 
-def _writer(row: dict[str, Any]) -> str:
+def _target(row: dict[str, Any]) -> dict[str, Any]:
+    """Who says to have written a row."""
     target = row.get("target")
-    target = target if isinstance(target, dict) else {}
-    return json.dumps({"target": target, "template_kwargs": row.get("template_kwargs") or {}}, sort_keys=True)
+    return target if isinstance(target, dict) else {}
 
 
-def check_writers(reading: Reading, target: str, tokenizer: str, template: str) -> None:
-    """Say it when rows are another target's, by the fingerprints they carry; UserError when its tokens are others."""
-    ours = {"tokenizer": tokenizer, "fingerprint": target, "template": template}
-    strange: Counter[str] = Counter()
+def _writer(row: dict[str, Any]) -> str:
+    return json.dumps({"target": _target(row), "template_kwargs": row.get("template_kwargs") or {}}, sort_keys=True)
+
+
+def _check_tokenizer(row: dict[str, Any], tokenizer: str, where: str) -> None:
+    writer = _target(row)
+    require(
+        writer.get("tokenizer", tokenizer) == tokenizer,
+        f"{where} holds the ids of another tokenizer, that of {writer.get('name')}: give --target the model that wrote "
+        "it, or answer the prompts with this one",
+    )
+
+
+def check_writers(reading: Reading, target: str, template: str) -> None:
+    """Say it when rows are another target's, by the fingerprints they carry."""
+    ours = {"fingerprint": target, "template": template}
+    strange = Counter[str]()
     for text, count in reading.writers.items():
         writer = json.loads(text)["target"]
         for key, value in ours.items():
             if writer.get(key, value) != value:
                 strange[key] += count
     rows = sum(reading.writers.values())
-    require(
-        not strange["tokenizer"],
-        f"{strange['tokenizer']} of {rows} rows hold the ids of another tokenizer; answer the prompts with this target",
-    )
     said = {
         "fingerprint": "were written by other weights than this target's: it would not have written them",
         "template": "were written under another chat template: the head will see other prompts than in training",
@@ -215,18 +232,56 @@ def token_counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
     return counts
 
 
-def hold_out(documents: list[Document], count: int, seed: int) -> tuple[list[Document], list[Document]]:
-    """(training, held-out greedy) documents. Held-out ones are drawn by hashed name, so the draw does not depend on
-    which other rows there are; every row with the same name goes with them.
+def prompt_hash(d: Document) -> str:
+    """Names what was asked, by the tokens before the first that this target wrote: the same under another id, in
+    another file, and when it is answered anew. A document without a prompt is named by all its tokens.
+    """
+    return hashlib.sha256(d.ids[: d.replies[0][0] or None].numpy().tobytes()).hexdigest()[:16]
+
+
+def hold_out(
+    documents: list[Document], count: int, seed: int, earlier: Collection[str] = ()
+) -> tuple[list[Document], list[Document]]:
+    """(training, held-out greedy) documents; every row with the name of a held-out one goes with it.
+
+    Those whose prompt was held out `earlier`, by `prompt_hash`, all are again. Others are added until there are
+    `count`, drawn by hashed name: which, depends on the rows that are there.
     """
 
-    def key(d: Document) -> bytes:
-        return hashlib.sha256(f"{seed}:{d.name}".encode()).digest()
+    def key(name: str) -> bytes:
+        return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
-    names = sorted({(key(d), d.name) for d in documents if d.greedy})
-    chosen = {name for _, name in names[:count]}
+    greedy = {d.name for d in documents if d.greedy}
+    chosen = {d.name for d in documents if prompt_hash(d) in earlier} if earlier else set()
+    missing = max(0, count - len(chosen & greedy))
+    chosen.update(sorted(greedy - chosen, key=key)[:missing])
     held = [d for d in documents if d.greedy and d.name in chosen]
-    return [d for d in documents if d.name not in chosen], held
+    training = [d for d in documents if d.name not in chosen]
+    if 0 < len(training) < len(held):
+        warnings.warn(
+            f"{len(held)} rows are held out to measure tau, and {len(training)} are left to train on: give more "
+            "answers, or a lower held_out",
+            AquilineWarning,
+            stacklevel=2,
+        )
+    return training, held
+
+
+def still_held_out(held_out: Sequence[Document], before: Collection[str], head: str) -> int:
+    """How many of the prompts that were held out of a head's training, by `prompt_hash`, are so again; says it when
+    these are not the same ones.
+    """
+    now = {prompt_hash(d) for d in held_out}
+    again = len(now & set(before))
+    others = f", and {len(now) - again} others are held out, which it may have learnt" if len(now) > again else ""
+    if others or again < len(before):
+        warnings.warn(
+            f"{again} of the {len(before)} rows that were held out of the training of {head} are in this data{others}: "
+            "its tau here is not to be compared with its earlier one",
+            AquilineWarning,
+            stacklevel=2,
+        )
+    return again
 
 
 def packs(documents: Sequence[Document], batch_tokens: int, seed: int, epoch: int) -> Iterator[list[int]]:

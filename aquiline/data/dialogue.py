@@ -150,6 +150,8 @@ class Dialogue:
                 "ids": row.ids,
                 "replies": row.replies,
             }
+            if self.prompt.language:
+                value["language"] = self.prompt.language
             if self._config.template_kwargs:
                 value["template_kwargs"] = self._config.template_kwargs
             if self._retokenised:

@@ -1,8 +1,10 @@
 """`data show`: what training would read: rows in colour, lengths, coverage of draft vocabularies, what is cut."""
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import torch
 from rich.table import Table
@@ -55,18 +57,40 @@ def lengths(documents: Sequence[Document]) -> Table:
     return table
 
 
-def coverage(documents: Sequence[Document], vocab_size: int) -> dict[str, list[float]]:
-    """Share of the supervised tokens, of all and of each source's, that the most frequent tokens of all cover.
+def coverage(documents: Sequence[Document], chat: Chat, vocab_size: int) -> dict[str, tuple[int, list[float]]]:
+    """How many supervised tokens there are, and the shares of them that the most frequent tokens of all cover: of all,
+    of each source's, and of each language's.
 
-    One share for each of DRAFT_VOCABULARIES below the target's vocabulary, and one for the whole of it.
+    One share for each of DRAFT_VOCABULARIES below the target's vocabulary, and one for the whole of it. Where no
+    document names its language, they are told apart by script.
     """
-    sources = sorted({d.source for d in documents})
-    counts = {"": token_counts(documents, vocab_size)}
-    counts |= {
-        s: token_counts([d for d in documents if d.source == s], vocab_size) for s in sources if len(sources) > 1
-    }
-    order = counts[""].argsort(descending=True, stable=True)
-    return {name or "all": [_share(c, order[:size]) for size in sizes(vocab_size)] for name, c in counts.items()}
+    counts = {"all": token_counts(documents, vocab_size)}
+    kinds: dict[str, Callable[[Document], str]] = {"source": lambda d: d.source or "not named"}
+    if any(d.language for d in documents):
+        kinds["language"] = lambda d: d.language or "not named"
+    else:
+        kinds["script"] = lambda d: script(chat.text(d.ids[d.supervised].tolist()))
+    for kind, of in kinds.items():
+        groups = defaultdict[str, list[Document]](list)
+        for d in documents:
+            groups[of(d)].append(d)
+        if len(groups) > 1:
+            counts |= {f"{kind} {name}": token_counts(groups[name], vocab_size) for name in sorted(groups)}
+    order = counts["all"].argsort(descending=True, stable=True)
+    return {name: (int(c.sum()), [_share(c, order[:size]) for size in sizes(vocab_size)]) for name, c in counts.items()}
+
+
+def script(text: str) -> str:
+    """The script of most of its letters, a guess: Latin, Cyrillic, CJK and so on. It tells no languages apart."""
+    letters = Counter(_script(c) for c in text if c.isalpha())
+    return letters.most_common(1)[0][0] if letters else "none"
+
+
+@cache
+def _script(letter: str) -> str:
+    """By the first word of its name in Unicode; Japanese mixes three scripts, which count as one."""
+    name = unicodedata.name(letter, "unknown").split()[0]
+    return "CJK" if name in ("CJK", "HIRAGANA", "KATAKANA") else name.capitalize()
 
 
 def sizes(vocab_size: int) -> list[int]:
@@ -77,17 +101,16 @@ def _share(counts_V: Tensor, ids: Tensor) -> float:
     return int(counts_V[ids].sum()) / max(1, int(counts_V.sum()))
 
 
-def coverage_table(documents: Sequence[Document], vocab_size: int) -> Table:
+def coverage_table(documents: Sequence[Document], chat: Chat, vocab_size: int) -> Table:
     title = "share of the supervised tokens that a draft vocabulary covers"
-    table = Table("source", "tokens", title=title, title_justify="left")
+    table = Table("rows", "tokens", title=title, title_justify="left", caption_justify="left")
     for size in sizes(vocab_size):
         table.add_column(f"{size:,}", justify="right")
-    tokens = Counter[str]()
-    for d in documents:
-        tokens[d.source] += int(d.supervised.sum())
-    for name, shares in coverage(documents, vocab_size).items():
-        count = tokens.total() if name == "all" else tokens[name]
-        table.add_row(name, f"{count:,}", *(f"{share:.1%}" for share in shares))
+    rows = coverage(documents, chat, vocab_size)
+    for name, (tokens, shares) in rows.items():
+        table.add_row(name, f"{tokens:,}", *(f"{share:.1%}" for share in shares))
+    if any(name.startswith("script ") for name in rows):
+        table.caption = "by script, a guess from the text, as no row has a 'language'"
     return table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aquiline.config import UserError, require
 from aquiline.data.chat import Message
-from aquiline.data.rows import Dropped, conversation
+from aquiline.data.rows import Dropped, conversation, language
 from aquiline.files.disk import json_object, one_line, read_lines, utf8
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -22,6 +22,7 @@ class Prompt:
     id: str  # the row's own, else file and line
     source: str  # the row's own, else the name of the file or data set
     messages: list[Message]  # without the assistant turns that the target writes anew
+    language: str = ""  # the row's own
 
 
 def read_prompts(sources: Sequence[str], dropped: Dropped, limit: int | None = None) -> list[Prompt]:
@@ -57,7 +58,7 @@ def read_prompts(sources: Sequence[str], dropped: Dropped, limit: int | None = N
 def _prompt(row: dict[str, Any], file: str, number: int) -> Prompt:
     messages = unanswered(conversation(row))
     name = next((row[key] for key in ("id", "question_id") if row.get(key) is not None), f"{file}:{number}")
-    return Prompt(str(name), str(row.get("source") or Path(file).stem), messages)
+    return Prompt(str(name), str(row.get("source") or Path(file).stem), messages, language(row))
 
 
 def unanswered(messages: Sequence[Message]) -> list[Message]:

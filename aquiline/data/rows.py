@@ -63,6 +63,12 @@ def conversation(row: dict[str, Any]) -> list[Message]:
     return messages
 
 
+def language(row: dict[str, Any]) -> str:
+    """What a row says of its language, in its own words; "" where it does not."""
+    given = row.get("language") or row.get("lang")
+    return given if isinstance(given, str) else ""
+
+
 def _message(turn: Any) -> Any:
     """A turn with `role` and `content`, whichever way it is written; what else it holds stays, but for nulls."""
     if not isinstance(turn, dict):

@@ -368,7 +368,7 @@ def _check_info(info: DraftInfo, rope: str, target: Target, tokenizer: str | Non
 
 # ---------------------------------------------------------------- drafts
 
-_DRAFT_FILES = ["config.json", "model.safetensors", "pytorch_model.bin"]
+_DRAFT_FILES = ["config.json", "model.safetensors", "pytorch_model.bin", "run.json"]
 
 
 def draft_path(spec: str | Path) -> Path:

@@ -29,16 +29,6 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank; UserError names the file and the line."""
-    for number, line in read_lines(path):
-        try:
-            row = json_object(line)
-        except UserError as error:
-            raise UserError(f"{path}:{number}: {error}", error.reason) from error
-        yield number, row
-
-
 def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """(number, bytes) of every line that is not blank; lines end at \\n only, as those of JSON lines do."""
     try:

@@ -255,6 +255,7 @@ def make_record(
         "plain": config.plain,
         "tokenizer": model.chat.fingerprint(),
         "template": model.chat.template_fingerprint(),
+        "template_kwargs": model.template_kwargs,
         "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
     }
     chooser = model.engine.chooser if config.tree.auto else None

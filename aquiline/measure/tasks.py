@@ -1,7 +1,8 @@
-"""Prompt files of the measured tasks: JSONL in, conversations that wait for a reply out, nothing else.
+"""Prompt files of the measured tasks: JSONL or text in, conversations that wait for a reply out, nothing else.
 
-A line is an object with `turns` (a list of user turns, as MT-bench's questions; the first is asked) or with `messages`
-(everything up to the last user or tool turn is asked). Other keys, references above all, are not looked at.
+A line is an object with `turns` (a list of user turns, as MT-bench's questions; the first is asked), with `messages`
+(everything up to the last user or tool turn is asked) or with `prompt`, a text; in a .txt file it is such a text. Other
+keys, references above all, are not looked at.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any
 
 from aquiline.config import UserError, require
 from aquiline.data.chat import Message, check_messages
-from aquiline.files.disk import read_jsonl
+from aquiline.files.disk import json_object, read_lines, utf8
+
+_SHAPES = "'turns', 'messages' or 'prompt'"
 
 
 @dataclass(frozen=True)
@@ -27,30 +30,35 @@ def task_name(path: str | Path) -> str:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a JSONL file in order, the first `limit` of them (None: all); lines beyond are not read."""
+    """The prompts of a file in order, the first `limit` of them (None: all); lines beyond are not read."""
     path = Path(path)
     require(limit is None or limit >= 1, f"the number of prompts must be at least 1, not {limit}")
-    require(path.is_file(), f"{path} is not a file; expected prompts as JSONL, one object a line")
+    require(path.is_file(), f"{path} is not a file; expected prompts, as JSONL or as text, one a line")
     prompts: list[Prompt] = []
-    for number, row in read_jsonl(path):
+    plain = path.suffix.lower() == ".txt"
+    for number, line in read_lines(path):
         try:
+            row = {"prompt": utf8(line).strip()} if plain else json_object(line)
             prompts.append(_prompt(row, str(number)))
         except UserError as error:
             raise UserError(f"{path}:{number}: {error}") from error
         if len(prompts) == limit:
             break
-    require(bool(prompts), f"{path} holds no prompt; expected JSONL, one object with 'turns' or 'messages' a line")
+    require(bool(prompts), f"{path} holds no prompt; expected one a line, in JSONL with {_SHAPES}")
     return prompts
 
 
 def _prompt(row: dict[str, Any], number: str) -> Prompt:
-    turns: Any = row.get("turns")
+    turns, prompt = row.get("turns"), row.get("prompt")
     messages: Any = row.get("messages")
     require(
-        (turns is None) != (messages is None),
-        f"expected one of 'turns' and 'messages', found the keys {', '.join(map(repr, row)) or '(none)'}",
+        [turns, messages, prompt].count(None) == 2,
+        f"expected one of {_SHAPES}, found the keys {', '.join(map(repr, row)) or '(none)'}",
     )
-    if turns is not None:
+    if prompt is not None:
+        require(isinstance(prompt, str), "'prompt' must be a text string")
+        messages = [{"role": "user", "content": prompt}]
+    elif turns is not None:
         require(
             isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) for turn in turns),
             "'turns' must be a list of at least one text string",

@@ -39,7 +39,7 @@ class VocabMap:
     def build(counts_V: Tensor, draft_vocab_size: int, always: tuple[int, ...] = ()) -> "VocabMap":
         """The most frequent tokens of the supervised text (ids ascending), `always` (end-of-turn ids) included.
 
-        A corpus with fewer distinct tokens is filled up with the lowest unused ids, and says so.
+        A corpus with fewer distinct tokens is filled up with the lowest unused ids, and says so if some are left.
         Source: EAGLE-3 paper, section 4 (draft vocabulary).
         """
         vocab_size = len(counts_V)
@@ -52,7 +52,7 @@ class VocabMap:
             raise UserError("no token was counted: a draft vocabulary needs supervised text")
         counts[list(always)] = torch.inf
         seen = int((counts > 0).sum())
-        if seen < draft_vocab_size:
+        if seen < draft_vocab_size < vocab_size:
             warnings.warn(
                 f"the data has {seen} distinct tokens; "
                 f"the draft vocabulary of {draft_vocab_size} is filled up with low ids",

@@ -26,7 +26,16 @@ from aquiline.config import (
     require,
 )
 from aquiline.data.chat import Chat
-from aquiline.data.dataset import Document, check_writers, fingerprint, hold_out, read_documents, token_counts
+from aquiline.data.dataset import (
+    Document,
+    check_writers,
+    fingerprint,
+    hold_out,
+    prompt_hash,
+    read_documents,
+    still_held_out,
+    token_counts,
+)
 from aquiline.data.features import FeatureStore, compute
 from aquiline.files import checkpoint, disk
 from aquiline.files.checkpoint import DraftInfo
@@ -101,7 +110,10 @@ class TrainingRun:
             check_capture_after(capture_after, target_config.num_layers)
         longest = min(config.max_length, target_config.max_positions)
         reading = read_documents(data, chat, target_config.vocab_size, longest, strict)
-        training, held_out = hold_out(reading.documents, config.held_out, config.seed)
+        earlier = {} if warm_start is None else _run_record(warm_start)
+        before = earlier.get("held_out")  # an older head does not tell
+        before = before if isinstance(before, list) else None
+        training, held_out = hold_out(reading.documents, config.held_out, config.seed, before or ())
         require(
             bool(held_out),
             "no row was decoded greedily by the target (`temperature` 0), and some must be held out to measure the "
@@ -115,12 +127,16 @@ class TrainingRun:
         if warm_start is None:
             target = checkpoint.load_target(target_spec, dtype, home, capture_after)
             counts = token_counts(training, target.config.vocab_size)
-            size = config.draft_vocab_size or DEFAULT_DRAFT_VOCAB
+            size = config.draft_vocab_size or min(DEFAULT_DRAFT_VOCAB, target.config.vocab_size)
+            config = dataclasses.replace(config, draft_vocab_size=size)
             known = range(target.config.vocab_size)  # configs name ids beyond it
             vocab = VocabMap.build(counts, size, always=tuple(i for i in sorted(chat.end_of_turn_ids) if i in known))
             draft = Draft(draft_config(target, config, longest_row), vocab).to(device)
         else:
-            target, draft, started = _warm_start(warm_start, target_spec, dtype, home, chat, config, capture_after)
+            target, draft, started = _warm_start(
+                warm_start, earlier, target_spec, dtype, home, chat, config, capture_after
+            )
+            started["held_out"] = None if before is None else still_held_out(held_out, before, started["head"])
             counts, vocab = token_counts(training, target.config.vocab_size), draft.vocab.to("cpu")
             longest_row = max(longest_row, draft.config.trained_length or 0)
             draft.config = dataclasses.replace(draft.config, trained_length=longest_row)
@@ -133,7 +149,7 @@ class TrainingRun:
         info = DraftInfo.of(
             target, checkpoint.target_name(target_spec), chat.fingerprint(), chat.template_fingerprint()
         )
-        check_writers(reading, info.target_fingerprint, info.tokenizer, info.template)
+        check_writers(reading, info.target_fingerprint, info.template)
         setup = (
             _setup(info, draft)
             | {"processes": launched()}
@@ -167,6 +183,7 @@ class TrainingRun:
                 "coverage": vocab.coverage(counts),
             },
             "documents": fingerprint(training),
+            "held_out": sorted({prompt_hash(d) for d in held_out}),
             "machine": machine(target.device),
             "versions": versions(),
         } | ({} if started is None else {"warm_start": started})
@@ -293,8 +310,14 @@ class TrainingRun:
         checkpoint.save_draft(draft, self.head, self.info, record)
 
 
+def _run_record(head: str | Path) -> dict[str, Any]:
+    path = checkpoint.draft_path(head) / "run.json"
+    return disk.read_json(path) if path.is_file() else {}
+
+
 def _warm_start(
     head: str | Path,
+    earlier: dict[str, Any],
     target_spec: str | Path,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -335,7 +358,6 @@ def _warm_start(
         config.init == "random",
         f"a run that begins with {head} starts as that head, and init {config.init} was asked for: leave --init out",
     )
-    earlier = disk.read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
     return (
         target,
         draft,
@@ -351,10 +373,11 @@ def _warm_start(
 
 def draft_config(target: Target, config: TrainConfig, trained_length: int) -> DraftConfig:
     """A head of the target's own shape: its heads, widths, norm and whole rope block."""
+    assert config.draft_vocab_size is not None
     t = target.config
     return DraftConfig(
         vocab_size=t.vocab_size,
-        draft_vocab_size=config.draft_vocab_size or DEFAULT_DRAFT_VOCAB,
+        draft_vocab_size=config.draft_vocab_size,
         hidden_size=t.hidden_size,
         target_hidden_size=t.hidden_size,
         intermediate_size=t.intermediate_size,
