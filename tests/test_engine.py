@@ -35,7 +35,7 @@ class Scripted:
         self.inner, self.continuation, self.shapes = inner, continuation, itertools.cycle(shapes)
         self.planted: list[int] = []
 
-    def draft(self, rows: list[Row]) -> list[Tree]:
+    def draft(self, rows: list[Row], chooser=None) -> list[Tree]:
         self.inner.draft(rows)  # the real draft catches up all the same, so that its cache can be compared
         return [self._plant(row) for row in rows]
 
