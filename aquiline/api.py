@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from aquiline.config import AUTO_TREE, AquilineWarning, Limits, SamplingConfig, TreeConfig, UserError, require
+from aquiline.config import DEFAULT_TREE, AquilineWarning, Limits, SamplingConfig, TreeConfig, UserError, require
 from aquiline.data.chat import Chat, Message, StopMatcher
 from aquiline.decode.engine import Engine, Request, check_tree_and_draft
 from aquiline.files import checkpoint, disk
@@ -135,7 +135,7 @@ class Model:
             self.prompt_ids(prompt),
             SamplingConfig(**sampling),
             limits,
-            None if plain or self.draft is None else tree or AUTO_TREE,
+            None if plain or self.draft is None else tree or DEFAULT_TREE,
             self.chat.stop_matcher(limits),
             hold,
         )

@@ -245,7 +245,8 @@ class TreeConfig:
 
 
 REFERENCE_TREE = TreeConfig(6, 8, 60)  # the tree by which tau is judged
-AUTO_TREE = TreeConfig(8, 8, 63, auto=True)  # what a step costs and gains decides; the default
+DEFAULT_TREE = TreeConfig(2, 4, 7)  # docs/results.md; what decoding uses unless told otherwise
+AUTO_TREE = TreeConfig(8, 8, 63, auto=True)  # what a step costs and gains decides
 
 
 @dataclass(frozen=True)
@@ -373,7 +374,7 @@ class Limits:
 class EvalConfig:
     """One measurement of a target with its draft: the same prompts plainly and speculatively."""
 
-    tree: TreeConfig = AUTO_TREE
+    tree: TreeConfig = DEFAULT_TREE
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0  # of every prompt

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aquiline import api
-from aquiline.config import AUTO_TREE, AquilineWarning, Limits, SamplingConfig, UserError
+from aquiline.config import DEFAULT_TREE, AquilineWarning, Limits, SamplingConfig, UserError
 from aquiline.decode.engine import Engine, Request
 from aquiline.files import checkpoint
 from aquiline.files.checkpoint import DraftInfo
@@ -72,7 +72,7 @@ def test_generate_is_the_targets_own_text(folders, model):
         if draft == "none":
             assert (result.tree, result.tau, result.cycles) == (None, None, 0)
         else:
-            assert result.tree == str(AUTO_TREE)
+            assert result.tree == str(DEFAULT_TREE)
             assert (result.tau is None) == (result.cycles == 0)  # whether any tree pays depends on the machine
     assert model.target.dtype == torch.float32
     assert model.dtype == "float32"
@@ -98,7 +98,7 @@ def test_the_stream_gives_what_generate_gives(model, settings):
     assert deltas[-1].result is not None
     assert deltas[-1].result.text == whole.text
     assert all(d.result is None for d in deltas[:-1])
-    assert whole.tree == settings.get("tree", str(AUTO_TREE))
+    assert whole.tree == settings.get("tree", str(DEFAULT_TREE))
 
 
 def test_ends(model):
@@ -232,12 +232,12 @@ def test_that_no_tree_ever_pays_is_said_once(folders, tmp_path):
     ready(model.engine, DEAR)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.generate("hi", max_new_tokens=20)
+        model.generate("hi", max_new_tokens=20, tree="auto")
     with pytest.warns(AquilineWarning, match=r"in \d\d of \d\d steps no drafted tree was expected to pay"):
-        model.generate("hi", max_new_tokens=80)
+        model.generate("hi", max_new_tokens=80, tree="auto")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.generate("hi", max_new_tokens=80)
+        model.generate("hi", max_new_tokens=80, tree="auto")
 
 
 def test_decoding_past_the_trained_length_is_said_once(folders, tmp_path):

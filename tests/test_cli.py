@@ -17,7 +17,7 @@ import typer
 
 from aquiline.api import load_chat
 from aquiline.cli import main as cli
-from aquiline.config import AUTO_TREE, UserError
+from aquiline.config import DEFAULT_TREE, UserError
 from aquiline.files import checkpoint
 from aquiline.measure import quiet
 from aquiline.train.run import TrainingRun
@@ -112,7 +112,7 @@ def test_generate_streams_text_to_stdout_and_the_rest_to_stderr(aquiline, folder
     assert (code, out) == (0, reference.text + "\n")
     assert "target, draft draft, float32 on cpu" in err
     assert "20 tokens (length)" in err
-    assert f"tree {AUTO_TREE}" in err
+    assert f"tree {DEFAULT_TREE}" in err
     code, piped, _ = aquiline("generate", "-", *models(folders), "--max-new-tokens", 20, stdin=b"hi")
     assert (code, piped) == (0, out)
     _, other, _ = aquiline("generate", "hi", *models(folders), "--max-new-tokens", 20, "--system", "S")

@@ -27,7 +27,7 @@ from aquiline.cli.shared import (
     progress,
     template_settings,
 )
-from aquiline.config import AUTO_TREE, EvalConfig, TreeConfig, require
+from aquiline.config import DEFAULT_TREE, EvalConfig, TreeConfig, require
 
 if TYPE_CHECKING:
     from aquiline.api import Model
@@ -59,7 +59,7 @@ def evaluate(
     dtype: DtypeFlag = None,
 ) -> None:
     """Measure acceptance and speed: every prompt with and without the draft, in turn."""
-    shape = AUTO_TREE if tree is None else TreeConfig.parse(tree)
+    shape = DEFAULT_TREE if tree is None else TreeConfig.parse(tree)
     config = EvalConfig(shape, max_new_tokens, temperature, seed, limit, not no_plain)
     require(draft != "none", "eval needs a draft to measure; leave --draft none out")
     if json_out not in (None, "-"):

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from aquiline.config import AUTO_TREE, Limits, SamplingConfig, TreeConfig, UserError, require
+from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, UserError, require
 
 if TYPE_CHECKING:
     from aquiline.api import Model
@@ -39,7 +39,7 @@ DeviceFlag = Annotated[str | None, typer.Option("--device", help="cpu, cuda or c
 TreeFlag = Annotated[
     str | None,
     typer.Option(
-        "--tree", help=f"DEPTH:TOPK:NODES, a chain of D being D:1:D, or auto: what pays here. [default: {AUTO_TREE}]"
+        "--tree", help=f"DEPTH:TOPK:NODES, a chain of D being D:1:D, or auto: what pays here. [default: {DEFAULT_TREE}]"
     ),
 ]
 TokensFlag = Annotated[int, typer.Option("--max-new-tokens", help="The most tokens of a reply.")]
