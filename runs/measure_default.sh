@@ -12,7 +12,10 @@ mkdir -p "$out"
 aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 128 --json "$out/default-tree.json"
 # The plain step against Transformers' generate.
 python "$here/runs/versus_transformers.py" "$out/versus-transformers.json" 3 64 "${sets[@]}"
-# Tau with the reference tree.
-aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 128 --tree 6:8:60 --no-plain --json "$out/reference-tree.json"
+# Tau with the reference tree, greedy and at temperature 1, and with a chain.
+longer=(--limit 40 --max-new-tokens 192 --no-plain)
+aquiline eval "${sets[@]}" "${longer[@]}" --tree 6:8:60 --json "$out/reference-tree.json"
+aquiline eval "${sets[@]}" "${longer[@]}" --tree 6:8:60 --temperature 1 --json "$out/reference-tree-t1.json"
+aquiline eval "${sets[@]}" "${longer[@]}" --tree 7:1:7 --json "$out/chain.json"
 # Text equal on all 100 prompts in float32 too.
 aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 128 --dtype float32 --json "$out/default-tree-float32.json"

@@ -330,6 +330,11 @@ def best_nodes(chances_BM: Floats, pass_seconds: Floats, spent: float, batch: in
     return best, float(rates[best])
 
 
+def descending(x_BM: Floats) -> Floats:
+    """Each row sorted, the largest first."""
+    return -np.sort(-x_BM, axis=1)
+
+
 @dataclass
 class Chooser:
     """Costs, calibration, and what children are worth on average: everything a choice rests on."""
@@ -369,11 +374,22 @@ class Chooser:
             if w > level_BK.shape[1]:
                 break
             further_BM = (level_BK[:, :w, None] * children_BC[:, None]).reshape(len(level_BK), -1)
-            all_BM = -np.sort(-np.concatenate((chances_BM, further_BM), axis=1), axis=1)
+            all_BM = descending(np.concatenate((chances_BM, further_BM), axis=1))
             rate = best_nodes(all_BM, V, spent + level(w), batch)[1]
             if rate > best:
                 best, width = rate, w
         return width
+
+    def nodes(self, chances_BM: Floats, V: Floats, spent: float, batch: int, moods: Sequence[Mood]) -> int:
+        """How many nodes of each tree made are verified, which the moods of their rows are told. They share one: nodes
+        beside another row's are free. Behind a rest it is one at least, or nothing would be learnt.
+        """
+        nodes = best_nodes(chances_BM, V, spent, batch)[0]
+        trying = any(mood.trying for mood in moods)
+        tokens, price = 1 + float(chances_BM[:, :nodes].sum()) / batch, float((spent + V[1 + nodes]) / V[1])
+        for mood in moods:
+            mood.drafted(tokens, price, nodes)
+        return max(nodes, int(trying))
 
     def learn(self, tree: Tree, path: Sequence[int], mood: Mood) -> None:
         """A row's step: of its tree every node whose parent was accepted has been judged."""

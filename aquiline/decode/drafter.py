@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aquiline.config import TreeConfig
-from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Floats, Mood, best_nodes
+from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Floats, Mood, descending
 from aquiline.decode.sampling import Sampler
 from aquiline.decode.tree import Level, Tree, TreeBuilder
 from aquiline.model.draft import Draft, DraftOutput
@@ -119,9 +119,9 @@ class EagleDrafter:
         for depth in range(1, deepest + 1):
             chances_BKC = _chances(builder.add(log_probs))
             chooser.saw(chances_BKC, parents_BK, depth, moods)
-            level_BK = _descending((parents_BK[..., None] * chances_BKC).reshape(len(rows), -1))
+            level_BK = descending((parents_BK[..., None] * chances_BKC).reshape(len(rows), -1))
             made.append(level_BK)
-            all_BM, runnable_BK, width = _descending(np.concatenate(made, axis=1)), level_BK[:, :widest], 0
+            all_BM, runnable_BK, width = descending(np.concatenate(made, axis=1)), level_BK[:, :widest], 0
             if depth < deepest:
                 width = chooser.next_width(all_BM, runnable_BK, depth, spent, V, level, batch, moods)
             if width == 0:
@@ -135,12 +135,7 @@ class EagleDrafter:
         for number, (began, ended) in enumerate(itertools.pairwise(laps)):
             if ran[number] <= LONGEST_CATCH_UP:
                 chooser.costs.observe(level if number else first, ran[number], ended - began)
-        nodes = best_nodes(all_BM, V, spent, batch)[0]
-        tokens, price = 1 + float(all_BM[:, :nodes].sum()) / batch, (spent + V[1 + nodes]) / V[1]
-        trying = any(mood.trying for mood in moods)
-        for mood in moods:  # of the batch as a whole: nodes beside others' are free
-            mood.drafted(tokens, float(price), nodes)
-        nodes = max(nodes, int(trying))  # or nothing would be learnt
+        nodes = chooser.nodes(all_BM, V, spent, batch, moods)
         return [tree.prefix(nodes) for tree in trees]
 
     def catch_up(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
@@ -246,10 +241,6 @@ def _chances(log_chances: Tensor) -> Floats:
     return log_chances.exp().nan_to_num(nan=0.0).double().cpu().numpy()
 
 
-def _descending(x_BM: Floats) -> Floats:
-    return -np.sort(-x_BM, axis=1)
-
-
 class NgramDrafter:
     """Prompt lookup: what followed the last few tokens where they stood before, the longest and latest match first."""
 
@@ -276,11 +267,7 @@ class NgramDrafter:
         steps = [chooser.chances_of_children(sure_1M1[:, i : i + 1], i + 1, [row.mood]) for i in range(len(tree))]
         scores_N = torch.cat(steps, 1).flatten().cumsum(0)
         V = chooser.costs.of("target", batch, len(row.known)).table()
-        chances = _chances(scores_N)[None]
-        nodes = best_nodes(chances, V, 0.0, batch)[0]
-        trying = row.mood.trying
-        row.mood.drafted(1 + float(chances[0, :nodes].sum()), float(V[1 + nodes] / V[1]), nodes)
-        nodes = max(nodes, int(trying))
+        nodes = chooser.nodes(_chances(scores_N)[None], V, 0.0, batch, [row.mood])
         return dataclasses.replace(tree, scores_N=scores_N, steps_N=sure_1M1.flatten()).prefix(nodes)
 
     def _lookup(self, known: list[int], config: TreeConfig | None) -> Tree:

@@ -27,6 +27,7 @@ from aquiline.measure.quiet import Quiet
 from aquiline.measure.tasks import Prompt
 from aquiline.model.backend import describe
 from aquiline.model.draft import Draft
+from aquiline.model.machine import cpu_flags, cpu_name
 from aquiline.model.target import Target
 
 DEFINITIONS = {
@@ -275,21 +276,12 @@ _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The machine, in words that a table can name it by."""
-    info: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            for line in f:
-                key, _, value = line.partition(":")
-                info.setdefault(key.strip(), value.strip())
-    except OSError:  # not Linux
-        pass
-    flags = info.get("flags", "").split()
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     return {
-        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "cpu": cpu_name() or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "flags": [flag for flag in _FLAGS if flag in flags],
+        "flags": [flag for flag in _FLAGS if flag in cpu_flags()],
         "memory_gib": round(pages / 2**30, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }

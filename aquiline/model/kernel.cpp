@@ -414,8 +414,7 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
     if (x.halves) {
       const bf16* a = static_cast<const bf16*>(w.weight) + at;
       multiply_dots(x.half(m), x.ld, rows, a, second ? a + step : a, in, out, out + kHalf);
-    }
-    for (int half = 0; !x.halves && half < 1 + second; half++) {
+    } else for (int half = 0; half < 1 + second; half++) {
       const void* weight = w.weight;
       float* o = out + half * kHalf;
       if (bf16_weights)

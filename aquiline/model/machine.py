@@ -11,23 +11,25 @@ LOADED = 0.05  # of the machine's processor time, taken by others: above, times 
 
 
 @functools.cache
+def _cpu_lines() -> tuple[str, ...]:
+    """What Linux says of the CPU; nothing elsewhere."""
+    try:
+        return tuple(Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines())
+    except OSError:
+        return ()
+
+
+@functools.cache
 def cpu_flags() -> frozenset[str]:
     """Instruction sets of the CPU as Linux names them; none where that is not known."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return frozenset(w for line in f if line.startswith(("flags", "Features")) for w in line.split()[2:])
-    except OSError:
-        return frozenset()
+    lines = (line for line in _cpu_lines() if line.startswith(("flags", "Features")))
+    return frozenset(word for line in lines for word in line.split()[2:])
 
 
 @functools.cache
 def cpu_name() -> str:
     """The CPU as Linux names it; empty where that is not known."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), "")
-    except OSError:
-        return ""
+    return next((line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")), "")
 
 
 def cache_folder() -> Path | None:
