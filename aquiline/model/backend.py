@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from aquiline.config import AquilineWarning
 from aquiline.model.kv_cache import KVCache
-from aquiline.model.machine import cache_folder, cpu_flags
+from aquiline.model.machine import cache_folder, cpu_flags, large_pages
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"]
@@ -216,8 +216,10 @@ def _blocks(weight: Tensor) -> Tensor:
 def _packed(blocks: Tensor) -> Tensor:
     """Blocks as the kernel reads them: the 16 outputs side by side, for bf16 two inputs of each."""
     if blocks.dtype == torch.bfloat16:
-        return blocks.unflatten(2, (-1, 2)).permute(0, 2, 1, 3).contiguous()
-    return blocks.permute(0, 2, 1).contiguous()
+        blocks = blocks.unflatten(2, (-1, 2)).permute(0, 2, 1, 3)
+    else:
+        blocks = blocks.permute(0, 2, 1)
+    return large_pages.copy(blocks)
 
 
 class Weights:

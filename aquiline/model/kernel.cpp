@@ -277,25 +277,25 @@ inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasDots = true;
-// R rows x 32 outputs by dot products of two bf16 each, the sum over `in` in order.
-template <int R>
-inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1, int64_t in, float* out0, float* out1) {
-  __m512 acc0[R], acc1[R];
-  for (int r = 0; r < R; r++) acc0[r] = acc1[r] = _mm512_setzero_ps();
+// R rows x B blocks by dot products of two bf16 each, the sum over `in` in order. Out: float32 [B][R][16]. Several blocks
+// at once, because each is a stream of its own: more of them in flight hide more of the memory's latency than one does.
+template <int R, int B>
+inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
+  __m512 acc[B][R];
+  for (auto& of_block : acc)
+    for (__m512& a : of_block) a = _mm512_setzero_ps();
   for (int64_t k = 0; k < in; k += 2) {
-    __m512bh a = (__m512bh)_mm512_loadu_si512(w0 + k * kBlock), b = (__m512bh)_mm512_loadu_si512(w1 + k * kBlock);
+    __m512bh weights[B];
+    for (int b = 0; b < B; b++) weights[b] = (__m512bh)_mm512_loadu_si512(w + (b * in + k) * kBlock);
     for (int r = 0; r < R; r++) {
       int pair;
       std::memcpy(&pair, x + r * ldx + k, 4);
-      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      acc0[r] = _mm512_dpbf16_ps(acc0[r], both, a);
-      acc1[r] = _mm512_dpbf16_ps(acc1[r], both, b);
+      for (int b = 0; b < B; b++)
+        acc[b][r] = _mm512_dpbf16_ps(acc[b][r], (__m512bh)_mm512_set1_epi32(pair), weights[b]);
     }
   }
-  for (int r = 0; r < R; r++) {
-    _mm512_storeu_ps(out0 + r * kBlock, acc0[r]);
-    _mm512_storeu_ps(out1 + r * kBlock, acc1[r]);
-  }
+  for (int b = 0; b < B; b++)
+    for (int r = 0; r < R; r++) _mm512_storeu_ps(out + (b * R + r) * kBlock, acc[b][r]);
 }
 
 // scores [K keys][16 queries], of queries packed as for tiles.
@@ -317,15 +317,18 @@ inline void dot_scores(const bf16* keys, const bf16* q, int64_t E, float* out) {
 constexpr bool kHasDots = false;
 template <int K>
 inline void dot_scores(const bf16*, const bf16*, int64_t, float*) {}
-template <int R>
-inline void dot_gemm(const bf16*, int64_t, const bf16*, const bf16*, int64_t, float*, float*) {}
+template <int R, int B>
+inline void dot_gemm(const bf16*, int64_t, const bf16*, int64_t, float*) {}
 #endif
-void multiply_dots(const bf16* x, int64_t ldx, int64_t rows, const bf16* w0, const bf16* w1, int64_t in, float* out0,
-                   float* out1) {
-  if (rows == 1) return dot_gemm<1>(x, ldx, w0, w1, in, out0, out1);
-  if (rows == 2) return dot_gemm<2>(x, ldx, w0, w1, in, out0, out1);
-  if (rows <= 4) return dot_gemm<4>(x, ldx, w0, w1, in, out0, out1);
-  dot_gemm<kRows>(x, ldx, w0, w1, in, out0, out1);
+constexpr int kDotRows = 6;  // with 4 blocks 24 sums, 4 weights and an input: what 32 registers hold
+template <int B>
+void multiply_dots(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t in, float* out) {
+  if (rows == 1) return dot_gemm<1, B>(x, ldx, w, in, out);
+  if (rows == 2) return dot_gemm<2, B>(x, ldx, w, in, out);
+  if (rows == 3) return dot_gemm<3, B>(x, ldx, w, in, out);
+  if (rows == 4) return dot_gemm<4, B>(x, ldx, w, in, out);
+  if (rows == 5) return dot_gemm<5, B>(x, ldx, w, in, out);
+  dot_gemm<kDotRows, B>(x, ldx, w, in, out);
 }
 
 // R rows x 16 outputs by fused multiply-add, the sum over `in` in order.
@@ -389,7 +392,29 @@ struct Inputs {
   }
 };
 
-// Blocks 2 * pair and 2 * pair + 1 of a projection, for all rows: use(row, 16 outputs, the next 16 or null).
+// Four blocks at a time, or what is left of them, by dot products: use(row, pair, 16 outputs, the next 16 or null).
+template <typename Use>
+void dot_pairs(Inputs& x, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
+  int64_t in = up(w.in, 32), blocks = up(w.out, kBlock) / kBlock, chunks = (M + kDotRows - 1) / kDotRows;
+  alignas(64) float out[4 * kDotRows * kBlock];
+  for (int64_t block = 2 * pair, last = std::min(2 * end, blocks), count; block < last; block += count) {
+    count = last - block >= 4 ? 4 : std::min<int64_t>(2, last - block);
+    const bf16* weight = static_cast<const bf16*>(w.weight) + block * in * kBlock;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m;
+      if (count == 4) multiply_dots<4>(x.half(m), x.ld, rows, weight, in, out);
+      else if (count == 2) multiply_dots<2>(x.half(m), x.ld, rows, weight, in, out);
+      else multiply_dots<1>(x.half(m), x.ld, rows, weight, in, out);
+      for (int64_t b = 0; b < count; b += 2)
+        for (int64_t r = 0; r < rows; r++) {
+          const float* row = out + (b * rows + r) * kBlock;
+          use(m + r, (block + b) / 2, row, b + 1 < count ? row + rows * kBlock : nullptr);
+        }
+    }
+  }
+}
+
+// Blocks 2 * pair and 2 * pair + 1 of a projection, for all rows: use(row, pair, 16 outputs, the next 16 or null).
 template <typename Use>
 void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_t pair, Use use) {
   int64_t in = up(w.in, 32), step = in * kBlock, at = 2 * pair * step;
@@ -403,7 +428,7 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
       else tile_gemm<false>(x.half(m), x.ld, a, b, in, out);
       for (int64_t r = 0; r < std::min<int64_t>(32, M - m); r++) {
         const float* row = out + (r / 16) * 512 + (r % 16) * 16;
-        use(m + r, row, second ? row + 256 : nullptr);
+        use(m + r, pair, row, second ? row + 256 : nullptr);
       }
     }
     return;
@@ -411,10 +436,7 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
   constexpr int kHalf = kRows * kBlock;
   for (int64_t m = 0; m < M; m += kRows) {
     int64_t rows = std::min<int64_t>(kRows, M - m);
-    if (x.halves) {
-      const bf16* a = static_cast<const bf16*>(w.weight) + at;
-      multiply_dots(x.half(m), x.ld, rows, a, second ? a + step : a, in, out, out + kHalf);
-    } else for (int half = 0; half < 1 + second; half++) {
+    for (int half = 0; half < 1 + second; half++) {
       const void* weight = w.weight;
       float* o = out + half * kHalf;
       if (bf16_weights)
@@ -422,25 +444,32 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
       else
         multiply_add(x.full(m), x.ld, rows, static_cast<const float*>(weight) + at + half * step, in, o);
     }
-    for (int64_t r = 0; r < rows; r++) use(m + r, out + r * kBlock, second ? out + kHalf + r * kBlock : nullptr);
+    for (int64_t r = 0; r < rows; r++) use(m + r, pair, out + r * kBlock, second ? out + kHalf + r * kBlock : nullptr);
   }
+}
+
+// This thread's share of a projection, by pairs of blocks.
+template <typename Use>
+void share_pairs(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Use use) {
+  int64_t pairs = (w.out + 2 * kBlock - 1) / (2 * kBlock), T = omp_get_num_threads(), t = omp_get_thread_num();
+  int64_t first = pairs * t / T, end = pairs * (t + 1) / T;
+  if (x.halves && !x.tiles) return dot_pairs(x, M, w, first, end, use);
+  for (int64_t pair = first; pair < end; pair++) block_pair(x, M, w, bf16_weights, pair, use);
 }
 
 // This thread's share of a projection: done(row, first column, values, count).
 template <typename Done>
 void project(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Done done) {
-  int64_t pairs = (w.out + 2 * kBlock - 1) / (2 * kBlock), T = omp_get_num_threads(), t = omp_get_thread_num();
-  for (int64_t pair = pairs * t / T; pair < pairs * (t + 1) / T; pair++)
-    block_pair(x, M, w, bf16_weights, pair, [&](int64_t row, const float* a, const float* b) {
-      for (int half = 0; half < (b ? 2 : 1); half++) {
-        int64_t column = (2 * pair + half) * kBlock, count = std::min<int64_t>(kBlock, w.out - column);
-        alignas(64) float value[kBlock];
-        store(value, load(half ? b : a));
-        if (w.bias)
-          for (int64_t j = 0; j < count; j++) value[j] += w.bias[column + j];
-        done(row, column, value, count);
-      }
-    });
+  share_pairs(x, M, w, bf16_weights, [&](int64_t row, int64_t pair, const float* a, const float* b) {
+    for (int half = 0; half < (b ? 2 : 1); half++) {
+      int64_t column = (2 * pair + half) * kBlock, count = std::min<int64_t>(kBlock, w.out - column);
+      alignas(64) float value[kBlock];
+      store(value, load(half ? b : a));
+      if (w.bias)
+        for (int64_t j = 0; j < count; j++) value[j] += w.bias[column + j];
+      done(row, column, value, count);
+    }
+  });
 }
 
 void rms_norm(const float* x, const float* weight, int64_t width, float eps, float* out) {
@@ -725,18 +754,16 @@ struct Runner {
 
   // Blocks of gate and up alternate, so that a pair makes 16 inputs of the next projection.
   void gated(const Linear& w) {
-    int64_t pairs = (m.inner + kBlock - 1) / kBlock, count = omp_get_num_threads(), t = omp_get_thread_num();
-    for (int64_t pair = pairs * t / count; pair < pairs * (t + 1) / count; pair++)
-      block_pair(x, M, w, m.bf16_weights, pair, [&](int64_t row, const float* gate, const float* rise) {
-        V a = load(gate), b = load(rise);
-        if (w.bias) {
-          a = a + load(w.bias + pair * 2 * kBlock);
-          b = b + load(w.bias + pair * 2 * kBlock + kBlock);
-        }
-        alignas(64) float value[kBlock];
-        store(value, a / (splat(1.0f) + exp(splat(0) - a)) * b);
-        inner.set(row, pair * kBlock, value, std::min<int64_t>(kBlock, m.inner - pair * kBlock));
-      });
+    share_pairs(x, M, w, m.bf16_weights, [&](int64_t row, int64_t pair, const float* gate, const float* rise) {
+      V a = load(gate), b = load(rise);
+      if (w.bias) {
+        a = a + load(w.bias + pair * 2 * kBlock);
+        b = b + load(w.bias + pair * 2 * kBlock + kBlock);
+      }
+      alignas(64) float value[kBlock];
+      store(value, a / (splat(1.0f) + exp(splat(0) - a)) * b);
+      inner.set(row, pair * kBlock, value, std::min<int64_t>(kBlock, m.inner - pair * kBlock));
+    });
   }
 
   void add_to_residual(Inputs& from, const Linear& w) {
