@@ -320,7 +320,7 @@ inline void dot_scores(const bf16*, const bf16*, int64_t, float*) {}
 template <int R, int B>
 inline void dot_gemm(const bf16*, int64_t, const bf16*, int64_t, float*) {}
 #endif
-constexpr int kDotRows = 6;  // with 4 blocks 24 sums, 4 weights and an input: what 32 registers hold
+constexpr int kDotRows = 8;
 template <int B>
 void multiply_dots(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t in, float* out) {
   if (rows == 1) return dot_gemm<1, B>(x, ldx, w, in, out);
@@ -328,7 +328,9 @@ void multiply_dots(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int6
   if (rows == 3) return dot_gemm<3, B>(x, ldx, w, in, out);
   if (rows == 4) return dot_gemm<4, B>(x, ldx, w, in, out);
   if (rows == 5) return dot_gemm<5, B>(x, ldx, w, in, out);
-  dot_gemm<kDotRows, B>(x, ldx, w, in, out);
+  if (rows == 6) return dot_gemm<6, B>(x, ldx, w, in, out);
+  if (B < 4 && rows == 7) return dot_gemm<7, B < 4 ? B : 1>(x, ldx, w, in, out);
+  if (B < 4) return dot_gemm<8, B < 4 ? B : 1>(x, ldx, w, in, out);
 }
 
 // R rows x 16 outputs by fused multiply-add, the sum over `in` in order.
@@ -392,19 +394,26 @@ struct Inputs {
   }
 };
 
-// Four blocks at a time, or what is left of them, by dot products: use(row, pair, 16 outputs, the next 16 or null).
+// By dot products, several blocks at a time: use(row, pair, 16 outputs, the next 16 or null). 4 blocks with up to 6 rows
+// and 3 with up to 8 are 24 sums, and with weights and an input what 32 registers hold.
 template <typename Use>
 void dot_pairs(Inputs& x, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
-  int64_t in = up(w.in, 32), blocks = up(w.out, kBlock) / kBlock, chunks = (M + kDotRows - 1) / kDotRows;
-  alignas(64) float out[4 * kDotRows * kBlock];
-  for (int64_t block = 2 * pair, last = std::min(2 * end, blocks), count; block < last; block += count) {
-    count = last - block >= 4 ? 4 : std::min<int64_t>(2, last - block);
+  int64_t in = up(w.in, 32), last = std::min(2 * end, up(w.out, kBlock) / kBlock), chunks = (M + kDotRows - 1) / kDotRows;
+  int64_t group = (M + chunks - 1) / chunks > 6 ? 6 : 4;
+  alignas(64) float out[6 * kDotRows * kBlock];
+  for (int64_t block = 2 * pair, count; block < last; block += count) {
+    count = std::min(group, last - block);
     const bf16* weight = static_cast<const bf16*>(w.weight) + block * in * kBlock;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m;
-      if (count == 4) multiply_dots<4>(x.half(m), x.ld, rows, weight, in, out);
-      else if (count == 2) multiply_dots<2>(x.half(m), x.ld, rows, weight, in, out);
-      else multiply_dots<1>(x.half(m), x.ld, rows, weight, in, out);
+      for (int64_t b = 0; b < count;) {
+        float* o = out + b * rows * kBlock;
+        int64_t left = count - b;
+        if (left == 4 && rows <= 6) multiply_dots<4>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 4;
+        else if (left >= 3) multiply_dots<3>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 3;
+        else if (left == 2) multiply_dots<2>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 2;
+        else multiply_dots<1>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 1;
+      }
       for (int64_t b = 0; b < count; b += 2)
         for (int64_t r = 0; r < rows; r++) {
           const float* row = out + (b * rows + r) * kBlock;
