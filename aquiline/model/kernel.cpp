@@ -151,6 +151,10 @@ template <typename T>
 inline void put_many(T* to, const float* x, int64_t count) {
   for (int64_t i = 0; i < count; i++) put(to[i], x[i]);
 }
+template <typename T>
+inline void get_many(const T* from, float* x, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i] = get(from[i]);
+}
 
 }  // namespace
 
@@ -175,7 +179,7 @@ struct Model {
 };
 
 struct Pass {
-  const float *residual, *embeds;               // [M, D]; embeds only for a draft layer
+  const void *residual, *embeds;                // [M, D]; embeds only for a draft layer
   const int64_t* positions;                     // [M]
   const void *past_keys, *past_values;          // base of [L, slots, G, room, E]
   const int64_t* past_offsets;                  // per row: its slot's first element within a layer
@@ -549,6 +553,7 @@ struct Runner {
   const Pass& p;
   int64_t M, D, H, G, E, group;
   bool tiles, draft;
+  const T *entering, *embeds;  // [M, D]
   std::vector<float> residual, qkv, cos, sin;  // cos, sin: [M, E / 2]
   Inputs x, attended, inner;
   std::vector<Scratch> scratch;
@@ -557,7 +562,8 @@ struct Runner {
   Runner(const Model& model, const Pass& pass)
       : m(model), p(pass), M(int64_t(pass.rows) * pass.tokens), D(model.width), H(model.heads), G(model.kv_heads),
         E(model.head_dim), group(H / G), tiles(tiles_granted && model.tiles && model.bf16_weights),
-        draft(model.layers[0].feature_norm != nullptr), residual(p.residual, p.residual + M * D),
+        draft(model.layers[0].feature_norm != nullptr), entering(static_cast<const T*>(p.residual)),
+        embeds(static_cast<const T*>(p.embeds)), residual(size_t(M * D)),
         qkv(size_t(M * (H + 2 * G) * E)), cos(size_t(M * E / 2)), sin(size_t(M * E / 2)), x(M, draft ? 2 * D : D, tiles, model.bf16_weights),
         attended(M, H * E, tiles, model.bf16_weights), inner(M, model.inner, tiles, model.bf16_weights) {
     int64_t past = 0;
@@ -573,8 +579,15 @@ struct Runner {
 
   void norm_into_x(const float* source, const float* weight, int64_t token, int64_t at) {
     float* row = mine().row.data();
-    rms_norm(source + token * D, weight, D, m.eps, row);
+    rms_norm(source, weight, D, m.eps, row);
     x.set(token, at, row, D);
+  }
+
+  float* state(int64_t token) { return residual.data() + token * D; }
+
+  void enter() {
+#pragma omp for schedule(static) nowait
+    for (int64_t token = 0; token < M; token++) get_many(entering + token * D, state(token), D);
   }
 
   // What attention reads: the residual, normed; in a draft layer the embedding and the feature side by side.
@@ -582,19 +595,21 @@ struct Runner {
 #pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
       if (!draft) {
-        norm_into_x(residual.data(), l.input_norm, token, 0);
+        norm_into_x(state(token), l.input_norm, token, 0);
         continue;
       }
-      norm_into_x(p.embeds, l.input_norm, token, 0);
-      norm_into_x(residual.data(), l.feature_norm, token, D);
-      if (m.normed_residual) rms_norm(p.residual + token * D, l.feature_norm, D, m.eps, residual.data() + token * D);
+      norm_into_x(state(token), l.feature_norm, token, D);
+      float* row = mine().row.data();
+      if (m.normed_residual) std::copy(row, row + D, state(token));
+      get_many(embeds + token * D, row, D);
+      norm_into_x(row, l.input_norm, token, 0);
     }
   }
 
   void mlp_input(const Layer& l) {
 #pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
-      norm_into_x(residual.data(), l.post_norm, token, 0);
+      norm_into_x(state(token), l.post_norm, token, 0);
       if (draft) x.clear(token, D, up(D, 32));  // of the feature that stood there
     }
   }
@@ -786,7 +801,7 @@ struct Runner {
       if (p.capture[c] == layer) {
 #pragma omp for schedule(static) nowait
         for (int64_t token = 0; token < M; token++)
-          put_many(static_cast<T*>(p.aux) + (token * p.num_captured + c) * D, residual.data() + token * D, D);
+          put_many(static_cast<T*>(p.aux) + (token * p.num_captured + c) * D, state(token), D);
       }
   }
 
@@ -799,6 +814,7 @@ struct Runner {
 #pragma omp single
       meeting.open(omp_get_num_threads());
       angles();
+      enter();
       for (int64_t layer = 0; layer < m.num_layers; layer++) {
         const Layer& l = m.layers[layer];
         attention_input(l);
@@ -823,7 +839,7 @@ struct Runner {
       }
 #pragma omp for schedule(static) nowait
       for (int64_t token = 0; token < M; token++) {
-        float *row = residual.data() + token * D, *normed = mine().row.data();
+        float *row = state(token), *normed = mine().row.data();
         put_many(static_cast<T*>(p.feature) + token * D, row, D);
         rms_norm(row, m.final_norm, D, m.eps, normed);
         put_many(static_cast<T*>(p.last) + token * D, normed, D);
@@ -844,18 +860,46 @@ Inputs inputs_of(const T* x, int64_t M, int64_t width, bool bf16_weights, bool t
   return in;
 }
 
+// The largest of a row's outputs, descending, of equals the first; and the sum of e^output over all of them, as that of
+// e^(output - highest). An output of NaN or +infinity makes the sum NaN.
 struct Best {
-  float value = -std::numeric_limits<float>::infinity();
-  int64_t at = 0;
-  void meet(float v, int64_t i) {  // in ascending order: of equals the first stays
-    if (v > value) value = v, at = i;
+  float highest = -std::numeric_limits<float>::infinity(), total = 0;
+  std::vector<float> values;
+  std::vector<int64_t> ids;
+
+  explicit Best(int count) : values(size_t(count), highest), ids(size_t(count), 0) {}
+
+  void meet(float value, int64_t id) {  // in ascending order of ids
+    size_t at = values.size() - 1;
+    if (!(value > values[at])) return;
+    for (; at > 0 && value > values[at - 1]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
+    values[at] = value, ids[at] = id;
   }
+  void add(const float* value, int64_t count) {
+    alignas(64) float x[kBlock];
+    std::fill(std::copy(value, value + count, x), x + kBlock, -std::numeric_limits<float>::infinity());
+    float top = -std::numeric_limits<float>::infinity();
+    for (float v : x) {
+      top = std::max(top, v);
+      if (!(v < std::numeric_limits<float>::infinity())) total = std::numeric_limits<float>::quiet_NaN();
+    }
+    if (top > highest || std::isfinite(highest)) add(top, sum(exp(load(x) - splat(top))));
+  }
+  void add(float other_highest, float other_total) {
+    float top = std::max(highest, other_highest);
+    auto scaled = [&](float at, float t) { return at == top ? t : t * std::exp(at - top); };
+    total = scaled(highest, total) + scaled(other_highest, other_total);
+    highest = top;
+  }
+  float log_total() const { return highest + std::log(total); }
 };
 
+// Into out, or the `top` largest of each row into ids and, unless null, the logarithms of their shares of the e^output.
 template <typename T>
-void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int64_t* best, int threads) {
+void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int64_t* ids,
+            float* log_shares, int top, int threads) {
   Inputs in = inputs_of(x, M, w.in, bf16_weights, tiles);
-  std::vector<Best> found(best ? size_t(M * threads) : 0);
+  std::vector<Best> found(ids ? size_t(M * threads) : 0, Best(top));
   unsigned control = _mm_getcsr();
 #pragma omp parallel num_threads(threads)
   {
@@ -863,16 +907,26 @@ void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tile
     if (tiles) open_tiles();
     Best* mine = found.data() + omp_get_thread_num() * M;
     project(in, M, w, bf16_weights, [&](int64_t row, int64_t column, const float* value, int64_t count) {
-      if (!best) std::copy(value, value + count, out + row * w.out + column);
-      else
-        for (int64_t j = 0; j < count; j++) mine[row].meet(value[j], column + j);
+      if (!ids) {
+        std::copy(value, value + count, out + row * w.out + column);
+        return;
+      }
+      for (int64_t j = 0; j < count; j++) mine[row].meet(value[j], column + j);
+      if (log_shares) mine[row].add(value, count);
     });
     if (tiles) close_tiles();
   }
-  for (int64_t row = 0; best && row < M; row++) {
-    Best all;
-    for (int t = 0; t < threads; t++) all.meet(found[size_t(t * M + row)].value, found[size_t(t * M + row)].at);
-    best[row] = all.at;
+  for (int64_t row = 0; ids && row < M; row++) {
+    Best all(top);
+    for (int t = 0; t < threads; t++) {
+      const Best& part = found[size_t(t * M + row)];
+      for (int i = 0; i < top; i++) all.meet(part.values[size_t(i)], part.ids[size_t(i)]);
+      all.add(part.highest, part.total);
+    }
+    for (int i = 0; i < top; i++) {
+      ids[row * top + i] = all.ids[size_t(i)];
+      if (log_shares) log_shares[row * top + i] = all.values[size_t(i)] - all.log_total();
+    }
   }
 }
 
@@ -902,12 +956,13 @@ int aq_forward(const Model* model, const Pass* pass) try {
 }
 
 // x [M, w.in] (bf16 or float32, as the weights) times the packed weight, plus bias: into out [M, w.out] float32, or only
-// the first of each row's largest outputs into best [M]; one of the two is null.
-int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int tiles, float* out, int64_t* best,
-              int threads) try {
+// the `top` largest outputs of each row: ids [M, top] and log_shares [M, top] (may be null), their log-softmax.
+int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int tiles, float* out, int64_t* ids,
+              float* log_shares, int top, int threads) try {
   bool use_tiles = tiles_granted && tiles && bf16_weights;
-  if (bf16_weights) linear(*w, static_cast<const bf16*>(x), M, true, use_tiles, out, best, threads);
-  else linear(*w, static_cast<const float*>(x), M, false, false, out, best, threads);
+  if (bf16_weights)
+    linear(*w, static_cast<const bf16*>(x), M, true, use_tiles, out, ids, log_shares, top, threads);
+  else linear(*w, static_cast<const float*>(x), M, false, false, out, ids, log_shares, top, threads);
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
