@@ -656,6 +656,9 @@ struct Runner {
     }
   }
 
+  // Whether queries are read in pairs of bf16: by tiles or by dots.
+  bool packs() const { return sizeof(T) == 2 && ((tiles && E % 32 == 0) || (kHasDots && E % 2 == 0)); }
+
   // Scores of 16 queries against `count` keys: out[key][query]; with tiles, up to 15 rows more are written.
   void score(const T* keys, int64_t count, Scratch& s, float* out) const {
     if constexpr (sizeof(T) == 2) {
@@ -669,7 +672,7 @@ struct Runner {
         }
         return;
       }
-      if (kHasDots && E % 2 == 0) {
+      if (packs()) {
         int64_t at = 0;
         for (; at + 8 <= count; at += 8) dot_scores<8>(keys + at * E, s.packed.data(), E, out + at * kBlock);
         for (; at < count; at++) dot_scores<1>(keys + at * E, s.packed.data(), E, out + at * kBlock);
@@ -693,9 +696,9 @@ struct Runner {
       const float* head = qkv.data() + (token * (H + 2 * G) + h) * E;
       for (int64_t e = 0; e < E; e++) {
         float value = head[e] * scale;
-        bf16 rounded = narrow(value);
-        s.packed[size_t(e / 2 * 32 + i * 2 + e % 2)] = rounded;
-        s.q[size_t(e * kBlock + i)] = m.bf16_weights ? widen(rounded) : value;
+        if (!m.bf16_weights) s.q[size_t(e * kBlock + i)] = value;
+        else if (packs()) s.packed[size_t(e / 2 * 32 + i * 2 + e % 2)] = narrow(value);
+        else s.q[size_t(e * kBlock + i)] = widen(narrow(value));
       }
     }
   }
@@ -766,8 +769,8 @@ struct Runner {
   }
 
   void attention(int64_t layer) {
-    int64_t queries = p.tokens * group, size = kBlock;
-    while (size > 1 && p.rows * G * ((queries + size - 1) / size) < 2 * p.threads) size /= 2;
+    int64_t queries = p.tokens * group, size = kBlock;  // one query costs nearly what 16 cost
+    while (size > 1 && p.rows * G * ((queries + size - 1) / size) < p.threads) size /= 2;
     int64_t chunks = (queries + size - 1) / size;
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t item = 0; item < p.rows * G * chunks; item++) {
