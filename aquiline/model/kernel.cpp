@@ -304,7 +304,11 @@ inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, floa
     for (__m512& a : of_block) a = _mm512_setzero_ps();
   for (int64_t k = 0; k < in; k += 2) {
     __m512bh weights[B];
-    for (int b = 0; b < B; b++) weights[b] = (__m512bh)_mm512_loadu_si512(w + (b * in + k) * kBlock);
+    for (int b = 0; b < B; b++) {
+      const bf16* at = w + (b * in + k) * kBlock;
+      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(at + B * in * kBlock), _MM_HINT_T1);  // the blocks to come
+      weights[b] = (__m512bh)_mm512_loadu_si512(at);
+    }
     for (int r = 0; r < R; r++) {
       int pair;
       std::memcpy(&pair, x + r * ldx + k, 4);
