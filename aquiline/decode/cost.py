@@ -16,13 +16,14 @@ Sources: Sequoia (arXiv 2402.12374), OPT-Tree (2406.17276); the draft's probabil
 calibration.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,14 @@ KINDS = ("target", "first", "level")  # of passes
 _Key = tuple[str, int, int]  # kind, batch size, context
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-PROBED = (1, 8, 2, 32, 4, 16, 64)  # tokens of each row at which a target pass is measured, in this order
+PROBED = (1, 8, 4, 16, 32, 6, 12, 10, 64, 24, 2)  # tokens of each row at which a target pass is measured, in this order
 WIDTHS = (4, 8)  # nodes of each row that one draft level may run
 MOST_NODES = 63
 _MOST_PROBED = 512  # tokens of all rows: memory for more is not asked for on trial
 _PROBE_SECONDS = 2.5  # of both kinds of pass together; 1 and 8 tokens are measured however long they take
 _SHORTEST_CONTEXT = 256  # cached tokens; a bucket holds up to twice as many as the one before
 _DEPTHS = 8
-_EDGES = np.log([0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95])
+_EDGES = [math.log(p) for p in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)]
 _FADE = 0.998  # of what was learnt about chances, per step
 _GAIN = 0.5  # tokens that a level brings per probability of the nodes it runs, before anything is known
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
@@ -249,29 +250,29 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._expected = np.zeros((_DEPTHS, len(_EDGES) + 1))
-        self._accepted = np.zeros_like(self._expected)
+        # Lists: a cycle asks for a dozen nodes, for which arrays cost more.
+        self._expected, self._accepted = ([[0.0] * (len(_EDGES) + 1) for _ in range(_DEPTHS)] for _ in range(2))
 
-    def chances(self, depths_N: Sequence[int], log_probs_N: Sequence[float]) -> Floats:
+    def chances(self, depths_N: Sequence[int], log_probs_N: Sequence[float]) -> list[float]:
         """`[N]`, at most 1."""
-        factors = (1.8 + self._accepted) / (2.0 + self._expected)
-        found: Floats = np.exp(log_probs_N) * factors[self._at(depths_N, log_probs_N)]
-        return np.minimum(found, 1.0)
+        found = []
+        for depth, log_prob in zip(depths_N, log_probs_N, strict=True):
+            at, bucket = min(depth, _DEPTHS) - 1, bisect.bisect_left(_EDGES, log_prob)
+            factor = (1.8 + self._accepted[at][bucket]) / (2.0 + self._expected[at][bucket])
+            found.append(min(1.0, math.exp(log_prob) * factor))
+        return found
 
-    def learn(self, depths_N: Sequence[int], log_probs_N: Sequence[float], accepted_N: Sequence[bool]) -> None:
-        """Nodes that were verified, and whether they were accepted."""
-        at = self._at(depths_N, log_probs_N)
-        np.add.at(self._expected, at, np.exp(log_probs_N))
-        np.add.at(self._accepted, at, accepted_N)
+    def learn(self, depths_N: Sequence[int], log_probs_N: Sequence[float], accepted: Container[int]) -> None:
+        """Nodes that were verified, and which of them were accepted."""
+        for node, (depth, log_prob) in enumerate(zip(depths_N, log_probs_N, strict=True)):
+            at, bucket = min(depth, _DEPTHS) - 1, bisect.bisect_left(_EDGES, log_prob)
+            self._expected[at][bucket] += math.exp(log_prob)
+            self._accepted[at][bucket] += node in accepted
 
     def fade(self) -> None:
         """At every step, plain ones too: what made trees too dear is forgotten, or nothing would be judged again."""
-        self._expected *= _FADE
-        self._accepted *= _FADE
-
-    @staticmethod
-    def _at(depths_N: Sequence[int], log_probs_N: Sequence[float]) -> tuple[Any, Any]:
-        return np.minimum(depths_N, _DEPTHS) - 1, np.searchsorted(_EDGES, log_probs_N)
+        for of_depths in (self._expected, self._accepted):
+            of_depths[:] = [[_FADE * seen for seen in of_buckets] for of_buckets in of_depths]
 
 
 @dataclass
@@ -365,7 +366,8 @@ class Chooser:
         """
         chances_BN = np.zeros((len(trees), max(map(len, trees))))
         for chances_N, tree, mood in zip(chances_BN, trees, moods, strict=True):
-            chances_N[: len(tree)] = mood.trust * self.calibration.chances(tree.on_host[2], tree.scores)
+            chances_N[: len(tree)] = self.calibration.chances(tree.on_host[2], tree.scores)
+            chances_N *= mood.trust
         chances_BN = np.minimum(chances_BN, 1.0)
         nodes, rate = best_nodes(chances_BN, V, spent, batch)
         for chances_N, tree, mood in zip(chances_BN, trees, moods, strict=True):
@@ -397,6 +399,5 @@ class Chooser:
         if len(tree) == 0:
             return
         depths = tree.on_host[2]
-        mood.judged(float(self.calibration.chances(depths, tree.scores).sum()), len(path))
-        on_path = set(path)
-        self.calibration.learn(depths, tree.scores, [node in on_path for node in range(len(tree))])
+        mood.judged(sum(self.calibration.chances(depths, tree.scores)), len(path))
+        self.calibration.learn(depths, tree.scores, path)

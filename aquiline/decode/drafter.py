@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from aquiline.config import TreeConfig
 from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Mood
@@ -114,35 +115,31 @@ class EagleDrafter:
     def catch_up(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Feed the rows whose aux is new; the last row's feature `[B, 1, H]` and hidden state `[B, H]`."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
-        pending = {row.slot: torch.cat(row.pending_aux) for row in rows}
-        while any(len(aux) for aux in pending.values()):
-            active = [row for row in rows if len(pending[row.slot])]
+        pending = {row.slot: _joined(row.pending_aux) for row in rows}
+        while active := [row for row in rows if len(pending[row.slot])]:
             counts = [min(len(pending[row.slot]), _CATCH_UP) for row in active]
             out = self._feed(active, counts, pending)
             for b, (row, count) in enumerate(zip(active, counts, strict=True)):
                 self.cache.keep(row.slot, out.keys_LBGNE[:, b, :, :count], out.values_LBGNE[:, b, :, :count])
-                last[row.slot] = (out.feature_BNH[b, count - 1], out.hidden_BNH[b, count - 1])
+                last[row.slot] = (out.feature_BNH[b, count - 1 : count], out.hidden_BNH[b, count - 1 : count])
                 pending[row.slot] = pending[row.slot][count:]
         for row in rows:
             row.pending_aux = []
             assert self.cache.lengths[row.slot] == len(row.known) - 1, "the draft's rows are the known tokens less one"
-        return torch.stack([last[r.slot][0] for r in rows])[:, None], torch.stack([last[r.slot][1] for r in rows])
+        feature_BH, hidden_BH = (_joined([last[row.slot][i] for row in rows]) for i in range(2))
+        return feature_BH[:, None], hidden_BH
 
     def _feed(self, rows: list[Row], counts: list[int], pending: dict[int, Tensor]) -> DraftOutput:
         width = max(counts)
-        ids, starts, aux = [], [], []
+        ids, positions, aux = [], [], []
         for row, count in zip(rows, counts, strict=True):
             start = self.cache.lengths[row.slot]
-            tokens = row.known[start + 1 : start + 1 + count]  # row t embeds x_{t+1}
-            ids.append(tokens + [0] * (width - count))
-            starts.append(start)
+            ids.append(row.known[start + 1 : start + 1 + count] + [0] * (width - count))  # row t embeds x_{t+1}
+            positions.append(list(range(start, start + width)))
             states = pending[row.slot][:count]
-            aux.append(
-                torch.cat((states, states.new_zeros(width - count, states.shape[1]))) if count < width else states
-            )
-        ids_BN = torch.tensor(ids, device=self._device)
-        positions_BN = torch.tensor(starts, device=self._device)[:, None] + torch.arange(width, device=self._device)
-        g_BNH = self.model.fuse(torch.stack(aux))
+            aux.append(states if count == width else F.pad(states, (0, 0, 0, width - count)))
+        ids_BN, positions_BN = torch.tensor([ids, positions], device=self._device)
+        g_BNH = self.model.fuse(aux[0][None] if len(aux) == 1 else torch.stack(aux))
         return self.model(self.embed(ids_BN), g_BNH, positions_BN, None, self.cache, [row.slot for row in rows])
 
     def probe_level(self, slots: list[int], width: int) -> None:
@@ -237,6 +234,10 @@ class _Levels:
         self._tree_keys_values = new
         self._feature_BKH = out.feature_BNH
         return drafter.model.top(out.hidden_BNH, count)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class NgramDrafter:
