@@ -37,7 +37,6 @@ from aquiline.model.machine import ForeignLoad
 
 KINDS = ("target", "first", "level")  # of passes
 _Key = tuple[str, int, int]  # kind, batch size, context
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 PROBED = (1, 8, 4, 16, 32, 6, 12, 10, 64, 24, 2)  # tokens of each row at which a target pass is measured, in this order
 WIDTHS = (4, 8)  # nodes of each row that one draft level may run
@@ -61,9 +60,9 @@ class PassCosts:
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self._points = dict(sorted(seconds.items()))
-        self._table: Floats | None = None
+        self._table: list[float] | None = None
 
-    def table(self) -> Floats:
+    def table(self) -> list[float]:
         """`[2 + MOST_NODES]`, entry n for n tokens; entry 0 is that of 1. Never falls with n."""
         if self._table is None:
             n = np.arange(2 + MOST_NODES)
@@ -72,13 +71,13 @@ class PassCosts:
             if len(at) > 1:
                 slope = max(0.0, (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
                 values = np.where(n > at[-1], seconds[-1] + slope * (n - at[-1]), values)
-            self._table = np.maximum.accumulate(values)
+            self._table = np.maximum.accumulate(values).tolist()
         return self._table
 
     def __call__(self, tokens: int) -> float:
         """Of so many tokens, or of the most that the table has."""
         table = self.table()
-        return float(table[min(tokens, len(table) - 1)])
+        return table[min(tokens, len(table) - 1)]
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Move the points around `tokens` towards a reading; one far off counts as half off at most. Beyond the last
@@ -325,17 +324,21 @@ class Mood:
             self.rest = _FIRST_REST
 
 
-def best_nodes(chances_BN: Floats, pass_seconds: Floats, spent: float, batch: int) -> tuple[int, float]:
+def best_nodes(
+    chances_BN: Sequence[Sequence[float]], pass_seconds: Sequence[float], spent: float, batch: int
+) -> tuple[int, float]:
     """(nodes of each row to verify, expected tokens per second of the whole batch).
 
     `chances_BN` of the rows that draft, in the order of their trees. `pass_seconds` are V's table; `spent` seconds go
     into drafting.
     """
-    most = min(chances_BN.shape[1], len(pass_seconds) - 2)
-    tokens = np.concatenate(([0.0], chances_BN[:, :most].sum(0).cumsum())) + batch
-    rates = tokens / (spent + pass_seconds[1 : 2 + most])
-    best = int(rates.argmax())
-    return best, float(rates[best])
+    tokens, nodes, best = float(batch), 0, batch / (spent + pass_seconds[1])
+    for n in range(1, 1 + min(max(map(len, chances_BN)), len(pass_seconds) - 2)):
+        tokens += sum(chances_N[n - 1] for chances_N in chances_BN if n <= len(chances_N))
+        rate = tokens / (spent + pass_seconds[1 + n])
+        if rate > best:
+            nodes, best = n, rate
+    return nodes, best
 
 
 @dataclass
@@ -359,38 +362,38 @@ class Chooser:
         price = level_seconds * (plain_rate if mood.rate is None else mood.rate)
         return [price / max(gain * mood.trust, 1e-3) for gain in self.gains]
 
-    def nodes(self, trees: Sequence[Tree], ran: int, V: Floats, spent: float, batch: int, moods: Sequence[Mood]) -> int:
+    def nodes(
+        self, trees: Sequence[Tree], ran: int, V: Sequence[float], spent: float, batch: int, moods: Sequence[Mood]
+    ) -> int:
         """How many nodes of each tree made are verified, which the moods of their rows are told. They share one: nodes
         beside another row's are free. Behind a rest it is one at least, or nothing would be learnt. `ran`: levels that
         were run, the first one included.
         """
-        chances_BN = np.zeros((len(trees), max(map(len, trees))))
-        for chances_N, tree, mood in zip(chances_BN, trees, moods, strict=True):
-            chances_N[: len(tree)] = self.calibration.chances(tree.on_host[2], tree.scores)
-            chances_N *= mood.trust
-        chances_BN = np.minimum(chances_BN, 1.0)
+        chances_BN = [
+            [min(1.0, mood.trust * chance) for chance in self.calibration.chances(tree.on_host[2], tree.scores)]
+            for tree, mood in zip(trees, moods, strict=True)
+        ]
         nodes, rate = best_nodes(chances_BN, V, spent, batch)
+        trying = any(mood.trying for mood in moods)
+        tokens = 1 + sum(sum(chances_N[:nodes]) for chances_N in chances_BN) / batch
         for chances_N, tree, mood in zip(chances_BN, trees, moods, strict=True):
             if len(trees) == 1 or max(tree.on_host[2], default=0) == ran:  # else it may have stopped before the others
                 self._learn_gain(tree, chances_N, ran, nodes, mood)
-        trying = any(mood.trying for mood in moods)
-        tokens, price = 1 + float(chances_BN[:, :nodes].sum()) / batch, float((spent + V[1 + nodes]) / V[1])
-        for mood in moods:
             mood.rate = rate if mood.rate is None else 0.8 * mood.rate + 0.2 * rate
             mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
-            mood.drafted(tokens, price, nodes)
+            mood.drafted(tokens, (spent + V[1 + nodes]) / V[1], nodes)
         return max(nodes, int(trying))
 
-    def _learn_gain(self, tree: Tree, chances_N: Floats, ran: int, nodes: int, mood: Mood) -> None:
+    def _learn_gain(self, tree: Tree, chances_N: Sequence[float], ran: int, nodes: int, mood: Mood) -> None:
         """Of the deepest level: what the nodes verified are worth more than as many without it would be."""
         if ran < 2 or len(tree) == 0:
             return
-        depths_N = np.array(tree.on_host[2])
-        shallow_N = depths_N < ran
-        gained = chances_N[:nodes].sum() - chances_N[: len(tree)][shallow_N][:nodes].sum()
-        likely = np.exp(np.array(tree.scores)[depths_N == ran - 1]).sum()
+        depths = tree.on_host[2]
+        shallow = [chance for chance, depth in zip(chances_N, depths, strict=True) if depth < ran]
+        gained = sum(chances_N[:nodes]) - sum(shallow[:nodes])
+        likely = sum(math.exp(s) for s, depth in zip(tree.scores, depths, strict=True) if depth == ran - 1)
         at = min(ran - 1, _DEPTHS) - 1
-        self.gains[at] += 0.05 * (float(gained) / max(mood.trust * float(likely), 1e-3) - self.gains[at])
+        self.gains[at] += 0.05 * (gained / max(mood.trust * likely, 1e-3) - self.gains[at])
 
     def learn(self, tree: Tree, path: Sequence[int], mood: Mood) -> None:
         """A row's step, a plain one too."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -94,11 +93,11 @@ class EagleDrafter:
         """
         moods, context = [row.mood for row in rows], max(len(row.known) for row in rows)
         V = chooser.costs.of("target", batch, context).table()
-        V = V[np.maximum(np.arange(len(V)), 1 + taken).clip(max=len(V) - 1)]
+        V = [V[max(n, min(1 + taken, len(V) - 1))] for n in range(len(V))] if taken else V
         first, level = (chooser.costs.of(kind, len(rows), context) for kind in ("first", "level"))
         limits = [chooser.limits(config, mood) for config, mood in zip(configs, moods, strict=True)]
         width = max(limit.top_k for limit in limits)
-        worth = [chooser.worth(mood, level(width) / len(rows), batch / float(V[1])) for mood in moods]
+        worth = [chooser.worth(mood, level(width) / len(rows), batch / V[1]) for mood in moods]
         new = max(sum(map(len, row.pending_aux)) for row in rows)
         began = time.perf_counter()
         levels = _Levels(self, rows)
