@@ -2,6 +2,8 @@
 
 import types
 
+import torch
+
 from aquiline.model import machine
 from aquiline.model.machine import ForeignLoad
 
@@ -45,3 +47,29 @@ def test_foreign_load_is_told_of_a_quarter_second_at_a_time(monkeypatch):
     assert load.lately() is False
     seconds[0], now[0] = None, 101.0
     assert load.lately() is False  # not known here
+
+
+class TestLargePages:
+    def test_copies_are_contiguous_equal_and_apart(self):
+        pages = machine.LargePages()
+        sources = [torch.randn(7, 5).T, torch.randn(3).bfloat16(), torch.arange(6).view(2, 3), torch.zeros(0, 4)]
+        copies = [pages.copy(source) for source in sources]
+        for source, copy in zip(sources, copies, strict=True):
+            assert torch.equal(source, copy)
+            assert copy.dtype == source.dtype
+            assert copy.is_contiguous()
+            assert copy.data_ptr() % 64 == 0
+        copies[1].fill_(1)
+        assert torch.equal(copies[0], sources[0])
+        assert torch.equal(copies[2], sources[2])
+
+    def test_a_piece_that_is_full_is_followed_by_another(self, monkeypatch):
+        monkeypatch.setattr(machine.LargePages, "_PIECE", 1000)
+        pages = machine.LargePages()
+        sources = [torch.full((n,), float(n)) for n in (100, 100, 60, 3000, 1)]  # the one before the last needs its own
+        copies = [pages.copy(source) for source in sources]
+        assert all(torch.equal(source, copy) for source, copy in zip(sources, copies, strict=True))
+
+    def test_a_system_without_them_does_without(self, monkeypatch):
+        monkeypatch.delattr(machine.mmap, "MADV_HUGEPAGE", raising=False)
+        assert torch.equal(machine.LargePages().copy(torch.ones(3)), torch.ones(3))
