@@ -61,8 +61,8 @@ class Scripted:
         self.planted.append(len(right))
         return Tree.from_tokens(tokens, parents)
 
-    def move(self, source, destination):
-        self.inner.move(source, destination)
+    def copy(self, source, destination, length):
+        self.inner.copy(source, destination, length)
 
     def truncate(self, slot, length):
         self.inner.truncate(slot, length)
@@ -94,6 +94,21 @@ def fresh_caches(target, draft, known):
     return out, real
 
 
+def check_caches(target, draft, engine, row):
+    """Of a row between two cycles: both as after a fresh prefill of its tokens."""
+    out, real = fresh_caches(target, draft, row.known)
+    n, r = len(row.known) - 1, engine.drafter.length(row.slot)
+    assert engine.cache.lengths[row.slot] == n
+    assert r <= n  # rows of this cycle's path are fed at the next
+    caches = [(engine.cache, n, out), (getattr(engine.drafter, "inner", engine.drafter).cache, r, real)]
+    for cache, length, fresh in caches:
+        keys, values = cache.read([row.slot])
+        assert torch.allclose(keys, fresh.keys_LBGNE[:, :, :, :length], atol=1e-4)
+        assert torch.allclose(values, fresh.values_LBGNE[:, :, :, :length], atol=1e-4)
+    pending = torch.cat([out.aux_BNA[0, :0], *row.pending_aux])
+    assert torch.allclose(pending, out.aux_BNA[0, r:], atol=1e-4)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_scripted_acceptance_leaves_both_caches_as_a_fresh_prefill(batch):
     target = tiny_target()
@@ -101,9 +116,9 @@ def test_scripted_acceptance_leaves_both_caches_as_a_fresh_prefill(batch):
     prompts = [prompt(n, seed) for seed, n in enumerate((7, 3, 12))][:batch]
     plain = decode(target, None, prompts, limit=60)
     continuation = {tuple(p): r.output_ids for p, r in zip(prompts, plain, strict=True)}
-    engine = Engine(target, None, max_batch=batch)
-    inner = EagleDrafter(draft, target.embed, batch, engine.context)
-    engine.drafter = scripted = Scripted(inner, continuation, SHAPES)
+    inner = EagleDrafter(draft, target.embed, batch, 256)
+    scripted = Scripted(inner, continuation, SHAPES)
+    engine = Engine(target, scripted, max_batch=batch)
     requests = [engine.submit(Request(p, limits=Limits(60), tree=TreeConfig(5, 5, 10))) for p in prompts]
     lengths = set()
     while engine.busy:
@@ -111,16 +126,7 @@ def test_scripted_acceptance_leaves_both_caches_as_a_fresh_prefill(batch):
         for request, row in engine._running:
             known = row.known
             assert known == list(request.prompt_ids) + request.output_ids
-            out, real = fresh_caches(target, draft, known)
-            n = len(known) - 1
-            assert engine.cache.lengths[row.slot] == n
-            assert torch.allclose(engine.cache.keys_LRGSE[:, row.slot, :, :n], out.keys_LBGNE[:, 0], atol=1e-4)
-            assert torch.allclose(engine.cache.values_LRGSE[:, row.slot, :, :n], out.values_LBGNE[:, 0], atol=1e-4)
-            r = inner.cache.lengths[row.slot]
-            assert r <= n  # rows of this cycle's path are fed at the next
-            assert torch.allclose(inner.cache.keys_LRGSE[:, row.slot, :, :r], real.keys_LBGNE[:, 0, :, :r], atol=1e-4)
-            pending = torch.cat(row.pending_aux)
-            assert torch.allclose(pending, out.aux_BNA[0, r:], atol=1e-4)
+            check_caches(target, draft, engine, row)
             lengths.update(request.cycle_lengths)
     for request, reference in zip(requests, plain, strict=True):
         assert request.output_ids == reference.output_ids
@@ -207,19 +213,18 @@ def test_stop_inside_an_accepted_run_ends_the_text_there():
     stop = text[at]
     assert stop not in text[:at]
     for limit in (at + 1, 40):  # a stop beats the limit reached by the same token
-        engine = Engine(target, None)
         inner = EagleDrafter(draft, target.embed, 1, 256)
-        engine.drafter = Scripted(inner, {tuple(p): text}, [([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4])])
-        r = Request(p, limits=Limits(limit, frozenset({stop})), tree=TreeConfig(5, 1, 5), hold=True)
+        engine = Engine(target, Scripted(inner, {tuple(p): text}, [([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4])]))
+        r = Request(p, limits=Limits(limit, frozenset({stop})), tree=TreeConfig(5, 1, 5))
         engine.run([r])
         assert r.output_ids == text[: at + 1]
         assert r.finish_reason == "stop"
         assert len(r.origins) == len(r.output_ids)
         if limit == 40:  # the whole chain was accepted, and two tokens behind the stop dropped
             assert r.origins == [OWN, 1, 2, 3]
-            ((_, row),) = engine._held.values()
-            assert row.known == p + text[: at + 1]
-            assert engine.cache.lengths[0] == len(row.known) - 1
+            (known,) = engine._slots._ended.values()
+            assert known == p + text[: at + 1]
+            assert engine.cache.lengths[0] == len(known) - 1
 
 
 def test_limits_and_reasons():
@@ -274,23 +279,20 @@ def test_streaming_gives_every_token_once_with_its_origin_and_leaving_cancels():
     )
 
 
-def test_a_held_cache_is_reused_and_changes_neither_text_nor_tau():
+def test_a_cache_found_again_changes_neither_text_nor_tau():
     target = tiny_target()
     draft = tiny_draft(target)
     tree = TreeConfig(4, 4, 12)
     for cut in (0, 3, 8):  # the second prompt keeps all of the first turn, or only part of it
         engine = Engine(target, draft)
-        first = Request(prompt(9), limits=Limits(15), tree=tree, hold=True)
+        first = Request(prompt(9), limits=Limits(15), tree=tree)
         engine.run([first])
         history = list(first.prompt_ids) + first.output_ids
         second_prompt = history[: len(history) - cut] + prompt(6, 5)
-        second = engine.submit(Request(second_prompt, limits=Limits(25), tree=tree), after=first)
+        second = engine.submit(Request(second_prompt, limits=Limits(25), tree=tree))
         engine.step()
         ((_, row),) = engine._running
-        out, real = fresh_caches(target, draft, row.known)
-        for cache, fresh in ((engine.cache, out), (engine.drafter.cache, real)):
-            n = cache.lengths[0]
-            assert torch.allclose(cache.keys_LRGSE[:, 0, :, :n], fresh.keys_LBGNE[:, 0, :, :n], atol=1e-4)
+        check_caches(target, draft, engine, row)
         while engine.busy:
             engine.step()
         alone = Request(second_prompt, limits=Limits(25), tree=tree)
@@ -355,19 +357,6 @@ def test_ngram_drafter_proposes_the_latest_longest_match():
     assert tree.parents_N.tolist() == [-1, 0, -1, 2]
 
 
-def test_a_cache_grows_with_its_rows_and_keeps_what_it_held():
-    target = tiny_target(max_positions=4096)
-    cache = target.new_cache(2, 4000)
-    assert cache.keys_LRGSE.shape[3] == 1024
-    out = target(torch.tensor([prompt(700)]), torch.arange(700)[None])
-    for _ in range(2):
-        cache.keep(1, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
-    assert cache.lengths == [0, 1400]
-    assert cache.keys_LRGSE.shape[3] == 2048
-    assert torch.equal(cache.keys_LRGSE[:, 1, :, :700], out.keys_LBGNE[:, 0])
-    assert torch.equal(cache.values_LRGSE[:, 1, :, 700:1400], out.values_LBGNE[:, 0])
-
-
 def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
     """Row 46 of what users trip over: a deeper node must attend to its own ancestors and carry their features."""
     target = tiny_target()
@@ -388,7 +377,7 @@ def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
     grow = engine.drafter.draft
     engine.drafter.draft = lambda rows, _: trees.extend(grow(rows)) or trees
     with torch.inference_mode():
-        engine._admit()
+        engine._prefill()
         ((_, row),) = engine._running
         known = list(row.known)
         engine.step()
@@ -432,20 +421,6 @@ def test_target_and_draft_may_have_different_dtypes(kinds):
     assert r.cycles > 0
     if kinds[0] == torch.float32:
         assert r.output_ids == decode(target, None, [prompt(9)], limit=20)[0].output_ids
-
-
-def test_a_held_cache_gives_way_to_a_request_that_needs_the_slot():
-    target = tiny_target()
-    engine = Engine(target, tiny_draft(target))
-    first = Request(prompt(9), limits=Limits(8), tree=TreeConfig(2, 2, 4), hold=True)
-    engine.run([first])
-    other = engine.run([Request(prompt(5), limits=Limits(8))])[0]
-    assert len(other.output_ids) == 8
-    again = engine.submit(Request([*first.prompt_ids, *first.output_ids, 3], limits=Limits(8)), after=first)
-    while engine.busy:
-        engine.step()
-    assert again.reused_tokens == 0
-    assert again.output_ids == Engine(target).run([Request(again.prompt_ids, limits=Limits(8))])[0].output_ids
 
 
 def test_an_exception_in_a_step_leaves_no_row_half_way():
@@ -506,11 +481,8 @@ def test_what_is_not_a_number_in_one_request_does_not_reach_the_next():
 def test_a_plain_turn_with_a_head_loaded_reuses_its_cache():
     target = tiny_target()
     engine = Engine(target, tiny_draft(target))
-    first = Request(prompt(9), limits=Limits(6), hold=True)
-    engine.run([first])
-    second = engine.submit(Request([*first.prompt_ids, *first.output_ids, 3], limits=Limits(6)), after=first)
-    while engine.busy:
-        engine.step()
+    (first,) = engine.run([Request(prompt(9), limits=Limits(6))])
+    (second,) = engine.run([Request([*first.prompt_ids, *first.output_ids, 3], limits=Limits(6))])
     assert second.reused_tokens >= 12
 
 

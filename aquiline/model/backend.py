@@ -381,12 +381,12 @@ class Decoder:
         past_values: Tensor | None = None
         offsets, strides = [0] * B, (0, 0)
         if cache is not None and slots is not None:
-            past_keys, past_values = cache.keys_LRGSE, cache.values_LRGSE  # held: a cache that grows makes new ones
+            past_keys, past_values = cache.keys_LGSE, cache.values_LGSE  # held: a cache that grows makes new ones
             shape, stride = past_keys.shape, past_keys.stride()
             _fits(len(slots) == B, f"{len(slots)} slots for {B} rows")
             _fits(past_keys.dtype == self.dtype and past_keys.device.type == "cpu", f"a cache of {past_keys.dtype}")
-            _fits((shape[0], shape[2], shape[4]) == (L, G, E) and stride[3:] == (E, 1), f"a cache of {tuple(shape)}")
-            offsets, strides = [slot * stride[1] for slot in slots], (stride[0], stride[2])
+            _fits((shape[0], shape[1], shape[3]) == (L, G, E) and stride[2:] == (E, 1), f"a cache of {tuple(shape)}")
+            offsets, strides = [cache.starts[slot] * E for slot in slots], (stride[0], stride[1])
         past_offsets = torch.tensor(offsets, dtype=torch.int64)
         done = lib.aq_forward(
             ctypes.byref(self._model),
