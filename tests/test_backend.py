@@ -53,8 +53,29 @@ def test_a_projection_is_the_matrix_product(dtype, tiles, out, inp, rows):
     assert torch.allclose(got.double(), want, atol=1e-4)  # float32 sums, also of bf16 products
     weights = Weights.stacked(parts, [bias, None])
     assert torch.equal(weights.argmax(x[None]), got.argmax(-1)[None])
+    for count in (1, 4, 7):
+        log_probs, ids = weights.top(x[None], count)
+        assert log_probs.shape == ids.shape == (1, rows, count)
+        want = torch.log_softmax(got, -1).topk(count)
+        assert torch.allclose(log_probs[0], want.values, atol=2e-5)
+        assert torch.equal(got.gather(1, ids[0]), got.topk(count).values)
     twice = Weights.stacked([parts[0], parts[0]])  # of equals the first
     assert torch.equal(twice.argmax(x), twice(x)[:, :out].argmax(-1))
+
+
+@needs_kernel
+def test_the_most_likely_of_outputs_that_are_no_numbers():
+    weights = Weights.stacked([torch.eye(40)])
+    x = torch.zeros(5, 40)
+    x[0, 3] = torch.nan
+    x[1, 3] = torch.inf
+    x[2, :] = -torch.inf
+    x[2, 3] = 1.0
+    x[3, 39] = 200.0
+    log_probs, ids = Weights.stacked([torch.eye(40)]).top(x[3:], 2)  # of equals the first
+    assert ids.tolist() == [[39, 0], [0, 1]]
+    assert torch.allclose(log_probs, torch.log_softmax(x[3:], -1).topk(2).values)
+    assert weights.top(x[:3], 2)[0].isnan().all()  # 0 times infinity is no number
 
 
 @needs_kernel

@@ -1,7 +1,9 @@
 """The engine: lossless with every kind of draft, caches equal to a fresh prefill, stops, limits, batches."""
 
 import dataclasses
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -546,3 +548,187 @@ def test_the_head_runs_once_a_cycle_for_the_rows_that_need_logits_and_once_for_t
     while engine.busy:
         engine.step()
     assert [r.output_ids for r in requests] == alone
+
+
+def alone(target, draft, request):
+    """What the same request gets from an engine of its own."""
+    return Engine(target, draft).run([Request(request.prompt_ids, request.sampling, request.limits, request.tree)])[0]
+
+
+def test_a_long_prompt_holds_nobody_up_for_longer_than_its_part_of_a_step(monkeypatch):
+    monkeypatch.setattr("aquiline.decode.engine.PREFILL_CHUNK", 16)
+    target = tiny_target()
+    draft = tiny_draft(target)
+    engine = Engine(target, draft, max_batch=3)
+    tree = TreeConfig(3, 2, 5)
+    first = engine.submit(Request(prompt(5), limits=Limits(60), tree=tree))
+    engine.step()
+    long = engine.submit(Request(prompt(100, 1), limits=Limits(10), tree=tree))
+    short = engine.submit(Request(prompt(6, 2), limits=Limits(10), tree=tree))
+    forward, passes = type(target).forward, []
+    monkeypatch.setattr(
+        type(target), "forward", lambda self, ids, *rest: passes.append(ids.shape) or forward(self, ids, *rest)
+    )
+    steps = 0
+    while long.first_token_at is None:
+        had, passes[:] = len(first.output_ids), []
+        touched = engine.step()
+        steps += 1
+        assert first in touched
+        assert len(first.output_ids) > had
+        assert sum(tokens for rows, tokens in passes[:-1]) <= 16  # the last pass is the cycle's
+        assert passes[-1] == (1 if steps < 7 else 3, 6)
+    assert steps == 7  # 100 tokens; what is left of the last part lets the short one in
+    assert short.first_token_at is not None
+    while engine.busy:
+        engine.step()
+    for r in (first, long, short):
+        single = alone(target, draft, r)
+        assert r.output_ids == single.output_ids
+        assert r.cycle_lengths == single.cycle_lengths
+
+
+def stepped(engine, requests):
+    """Run to the end; the tokens as they became known, and that the cache kept its bound."""
+    seen = {id(r): list(r.output_ids) for r in requests}
+    while engine.busy:
+        engine.step()
+        assert sum(engine.cache.lengths) <= engine.cache.tokens
+        assert engine.cache.keys_LGSE.shape[2] <= engine.cache.tokens
+        assert engine.drafter is None or engine.drafter.cache.keys_LGSE.shape[2] <= engine.cache.tokens
+        for r in requests:
+            tokens = seen[id(r)]
+            assert r.output_ids[: len(tokens)] == tokens
+            tokens += r.output_ids[len(tokens) :]
+    return [seen[id(r)] for r in requests]
+
+
+@pytest.mark.parametrize("tree", [None, TreeConfig(4, 3, 10)], ids=str)
+def test_the_youngest_gives_way_when_the_cache_is_full_and_loses_nothing(tree):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    engine = Engine(target, draft, max_batch=4, cache_tokens=100)
+    sampling = [SamplingConfig(temperature=0.9, seed=i, frequency_penalty=0.4, top_k=20) for i in range(3)]
+    requests = [Request(prompt(12, i), s, Limits(40), tree) for i, s in enumerate([*sampling, SamplingConfig()])]
+    for r in requests:
+        engine.submit(r)
+    streamed = stepped(engine, requests)
+    assert requests[0].preempted == 0
+    assert requests[3].preempted >= requests[2].preempted >= 1
+    for r, tokens in zip(requests, streamed, strict=True):
+        single = alone(target, draft, r)
+        assert tokens == r.output_ids == single.output_ids
+        assert r.cycle_lengths == single.cycle_lengths
+        assert r.origins == single.origins
+        assert r.finish_reason == "length"
+
+
+def test_a_request_that_can_never_fit_is_refused():
+    engine = Engine(tiny_target(), max_batch=4, context=60, cache_tokens=40)
+    with pytest.raises(UserError, match="prompt of 30 tokens and a reply of up to 12 do not fit into a cache of 40"):
+        engine.submit(Request(prompt(30), limits=Limits(12)))
+    with pytest.raises(UserError, match="a reply of up to 10 do"):  # no more than the context has
+        engine.submit(Request(prompt(50), limits=Limits(500)))
+    with pytest.raises(UserError, match="cache_tokens 0"):
+        Engine(tiny_target(), cache_tokens=0)
+    fits, none = Request(prompt(30), limits=Limits(11)), Request(prompt(80), limits=Limits(11))
+    engine.run([fits, none])  # the second has no place in the context, which is no matter of the cache
+    assert (fits.finish_reason, none.finish_reason) == ("length", "context")
+
+
+def test_first_come_first_served_even_if_the_first_needs_much_room():
+    target = tiny_target()
+    engine = Engine(target, None, max_batch=4, cache_tokens=100)
+    order = []
+
+    def submit(n, seed, limit):
+        return engine.submit(Request(prompt(n, seed), limits=Limits(limit)))
+
+    running = [submit(20, 0, 30), submit(20, 1, 30)]
+    engine.step()
+    long = submit(60, 2, 5)
+    shorts = [submit(3, 3 + i, 2) for i in range(20)]
+    while engine.busy:
+        order += [r for r in engine.step() if r.finish_reason is not None]
+        if long.first_token_at is None:
+            assert all(r.first_token_at is None for r in shorts)
+    assert long.preempted == 0
+    assert order[:2] == running
+    started = [r.first_token_at for r in (long, *shorts)]
+    assert started == sorted(started)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_request_gets_does_not_depend_on_the_others(packed, monkeypatch):
+    """Other lengths, settings, trees; a full cache, shared prefixes, prompts in parts, and two that are cancelled."""
+    monkeypatch.setattr("aquiline.decode.engine.PREFILL_CHUNK", 20)
+    target = tiny_target()
+    draft = tiny_draft(target)
+    if packed:  # where the kernel runs
+        target.pack()
+        draft.pack()
+    kinds = [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.8, seed=1, repetition_penalty=1.3),
+        SamplingConfig(temperature=1.0, seed=2, top_p=0.9),
+        SamplingConfig(logit_bias=((5, -100.0), (7, 1.5))),
+        SamplingConfig(temperature=0.7, seed=3, presence_penalty=0.5),
+    ]
+    trees = [TreeConfig(6, 8, 60), None, TreeConfig(3, 3, 7), TreeConfig(5, 1, 5)]
+    prompts = [prompt(n, i) for i, n in enumerate((3, 47, 9, 30, 18, 5, 64))]
+    prompts.append([*prompts[3][:25], *prompt(6, 9)])
+    requests = [
+        Request(p, kinds[i % 5], Limits(20 + 7 * (i % 4), frozenset({11})), trees[i % 4]) for i, p in enumerate(prompts)
+    ]
+    singles = [alone(target, draft, r) for r in requests]
+    engine = Engine(target, draft, max_batch=6, cache_tokens=170)
+    for r in requests:
+        engine.submit(r)
+    while not any(r.preempted for r in requests):
+        engine.step()
+    left = [engine._running[1][0], engine._waiting[0][0]]
+    assert left[1].preempted
+    for r in left:
+        assert r.output_ids
+        engine.cancel(r)
+    stepped(engine, requests)
+    assert sum(r.preempted for r in requests if r not in left) > 0
+    assert any(r.reused_tokens for r in requests)
+    for r, single in zip(requests, singles, strict=True):
+        if r in left:
+            assert r.finish_reason == "cancelled"
+            assert r.output_ids == single.output_ids[: len(r.output_ids)]
+        else:
+            assert r.output_ids == single.output_ids
+            assert r.cycle_lengths == single.cycle_lengths
+            assert r.finish_reason == single.finish_reason
+
+
+def test_nothing_grows_over_2000_requests():
+    target = tiny_target(num_layers=3, capture_after=(0, 1, 2), hidden_size=16, intermediate_size=16, head_dim=4).pack()
+    draft = tiny_draft(target).pack()
+    engine = Engine(target, draft, max_batch=8, cache_tokens=60)
+    alive: weakref.WeakSet[Request] = weakref.WeakSet()
+    measured, preempted = {}, 0
+    for number in range(20, 2001, 20):
+        sampling = SamplingConfig(temperature=1.0, seed=number, presence_penalty=0.1)
+        tree = None if number % 40 else TreeConfig(2, 2, 3)
+        requests = [Request(prompt(4 + i % 3, number + i), sampling, Limits(4), tree) for i in range(20)]
+        alive.update(requests)
+        for r in requests:
+            engine.submit(r)
+        engine.step()
+        engine.cancel(requests[2])
+        while engine.busy:
+            engine.step()
+        preempted += sum(r.preempted for r in requests)
+        if number in (200, 2000):
+            del requests, r
+            gc.collect()
+            tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+            held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+            measured[number] = len(tensors), sum(held.values()), len(alive)
+    assert engine.cache.keys_LGSE.shape[2] == engine.drafter.cache.keys_LGSE.shape[2] == 60
+    assert preempted > 20
+    assert measured[200] == measured[2000]
+    assert measured[2000][2] == 0

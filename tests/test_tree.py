@@ -35,7 +35,7 @@ def grow(configs: Sequence[TreeConfig], drafts: Sequence[LogProbs], target_ids_W
     builder = TreeBuilder(configs, target_ids_W)
     features: list[list[Path]] = [[()] for _ in configs]
     run: list[list[Path]] = [[] for _ in configs]  # path of every drafted node run so far
-    level = builder.extend(torch.tensor([draft(()) for draft in drafts]))
+    level = builder.extend(*torch.tensor([draft(()) for draft in drafts]).topk(builder.top_k))
     while level is not None:
         num_before = len(run[0])
         assert level.mask_BKM.shape == (*level.tokens_BK.shape, num_before + level.tokens_BK.shape[1])
@@ -52,7 +52,7 @@ def grow(configs: Sequence[TreeConfig], drafts: Sequence[LogProbs], target_ids_W
                 ]  # its ancestors, no one
             features[b] = paths
         log_probs = [[draft(path) for path in rows] for draft, rows in zip(drafts, features, strict=True)]
-        level = builder.extend(torch.tensor(log_probs))
+        level = builder.extend(*torch.tensor(log_probs).topk(builder.top_k))
     return builder.rerank()
 
 
@@ -121,7 +121,7 @@ def test_rows_with_unequal_limits_equal_rows_alone() -> None:
 def test_rerank_before_the_depth_is_reached_gives_a_shallower_tree() -> None:
     draft = toy_draft(0, 6, quarters(6))
     builder = TreeBuilder([TreeConfig(5, 3, 8)], torch.arange(6))
-    level = builder.extend(torch.tensor([draft(())]))
+    level = builder.extend(*torch.tensor([draft(())]).topk(3))
     assert level is not None
     assert level.tokens_BK.shape == (1, 3)
     (tree,) = builder.rerank()
@@ -132,9 +132,9 @@ def grow_random(config: TreeConfig, num_rows: int, log_probs: Callable[[int], to
     """A builder after all levels, `log_probs(nodes)` giving [B, nodes, W] for each."""
     probe = log_probs(1)
     builder = TreeBuilder([config] * num_rows, torch.arange(probe.shape[-1]))
-    level = builder.extend(probe)
+    level = builder.extend(*probe.topk(builder.top_k))
     while level is not None:
-        level = builder.extend(log_probs(level.tokens_BK.shape[1]))
+        level = builder.extend(*log_probs(level.tokens_BK.shape[1]).topk(builder.top_k))
     return builder
 
 
@@ -172,8 +172,8 @@ def test_a_draft_that_cannot_score_makes_no_node() -> None:
     nan = grow_random(TreeConfig(3, 2, 6), 2, lambda nodes: torch.full((2, nodes, 5), torch.nan))
     assert [len(tree) for tree in nan.rerank()] == [0, 0]
     builder = TreeBuilder([TreeConfig(2, 2, 6)], torch.arange(3))
-    assert builder.extend(torch.tensor([[-1.0, -2.0, -3.0]])) is not None
-    builder.extend(torch.tensor([[[torch.nan] * 3, [-1.0, -2.0, -3.0]]]))  # only below the better parent
+    assert builder.extend(*torch.tensor([[-1.0, -2.0, -3.0]]).topk(2)) is not None
+    builder.extend(*torch.tensor([[[torch.nan] * 3, [-1.0, -2.0, -3.0]]]).topk(2))  # only below the better parent
     assert [paths_of(tree) for tree in builder.rerank()] == [[(0,), (1,), (1, 0), (1, 1)]]
 
 

@@ -113,9 +113,7 @@ def through_engine(
 
     def submit(dialogue: Dialogue, turn: Turn) -> None:
         request = engine.submit(
-            model.request(
-                turn.ids, max_new_tokens=turn.max_new_tokens, temperature=turn.temperature, seed=turn.seed
-            )
+            model.request(turn.ids, max_new_tokens=turn.max_new_tokens, temperature=turn.temperature, seed=turn.seed)
         )
         running[id(request)] = dialogue, request
 

@@ -93,11 +93,11 @@ class EagleDrafter:
 
     def _grow(self, rows: list[Row], configs: list[TreeConfig]) -> list[Tree]:
         """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made."""
-        levels = _Levels(self, rows)
         builder = TreeBuilder(configs, self.model.vocab.target_ids_W)
-        level = builder.extend(levels.first())
+        levels = _Levels(self, rows, builder.top_k)
+        level = builder.extend(*levels.first())
         while level is not None:
-            level = builder.extend(levels.run(level))
+            level = builder.extend(*levels.run(level))
         return builder.rerank()
 
     def _grow_what_pays(
@@ -114,17 +114,17 @@ class EagleDrafter:
         new = max(sum(map(len, row.pending_aux)) for row in rows)
         spent = first(new if new <= LONGEST_CATCH_UP else 1)
         laps = [time.perf_counter()]
-        levels, ran = _Levels(self, rows), [new]
         builder = TreeBuilder(
             configs,
             self.model.vocab.target_ids_W,
             lambda steps, depth: chooser.chances_of_children(steps, depth, moods),
         )
-        log_probs, parents_BK = levels.first(), np.ones((len(rows), 1))
+        levels, ran = _Levels(self, rows, builder.top_k), [new]
+        top, parents_BK = levels.first(), np.ones((len(rows), 1))
         deepest, widest = max(config.depth for config in configs), configs[0].top_k
         made: list[Floats] = []
         for depth in range(1, deepest + 1):
-            chances_BKC = _chances(builder.add(log_probs))
+            chances_BKC = _chances(builder.add(*top))
             chooser.saw(chances_BKC, parents_BK, depth, moods)
             level_BK = descending((parents_BK[..., None] * chances_BKC).reshape(len(rows), -1))
             made.append(level_BK)
@@ -136,7 +136,7 @@ class EagleDrafter:
             laps.append(time.perf_counter())
             ran.append(width)
             parents_BK, spent = runnable_BK[:, :width], spent + level(width)
-            log_probs = levels.run(builder.next_level(width))
+            top = levels.run(builder.next_level(width))
         trees = builder.rerank()
         laps.append(time.perf_counter())
         for number, (began, ended) in enumerate(itertools.pairwise(laps)):
@@ -185,13 +185,10 @@ class EagleDrafter:
         ids_BK = torch.zeros(B, width, dtype=torch.long, device=self._device)
         feature_BKH = torch.zeros(B, width, self.model.config.hidden_size, dtype=self.model.dtype, device=self._device)
         out = self.model(self.embed(ids_BK), feature_BKH, torch.full_like(ids_BK, M), None, self.cache, slots)
-        self.log_probs(out.hidden_BNH).topk(min(8, len(self.model.vocab.target_ids_W)))[0].tolist()
+        self.model.top(out.hidden_BNH, min(8, self.model.config.draft_vocab_size))[0].tolist()
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.embed(ids, self._target_embed)
-
-    def log_probs(self, hidden: Tensor) -> Tensor:
-        return torch.log_softmax(self.model.logits(hidden), dim=-1)
 
     @property
     def _device(self) -> torch.device:
@@ -210,21 +207,21 @@ class EagleDrafter:
 class _Levels:
     """The draft's passes of one cycle: the real rows first, then level by level."""
 
-    def __init__(self, drafter: EagleDrafter, rows: list[Row]) -> None:
-        self._drafter, self._rows = drafter, rows
+    def __init__(self, drafter: EagleDrafter, rows: list[Row], top_k: int) -> None:
+        self._drafter, self._rows, self._top_k = drafter, rows, top_k
         self._slots = [row.slot for row in rows]
         self._tree_keys_values: tuple[Tensor, Tensor] | None = None
 
-    def first(self) -> Tensor:
-        """Log-probabilities `[B, W]` behind the last real row."""
+    def first(self) -> tuple[Tensor, Tensor]:
+        """The most likely draft ids behind the last real row: log-probabilities and ids `[B, C]`."""
         drafter = self._drafter
         self._feature_BKH, hidden_BH = drafter.catch_up(self._rows)
         last_rows = [[drafter.cache.lengths[s] - 1] for s in self._slots]
         self._last_row_B1 = torch.tensor(last_rows, device=self._feature_BKH.device)
-        return drafter.log_probs(hidden_BH)
+        return drafter.model.top(hidden_BH, self._top_k)
 
-    def run(self, level: Level) -> Tensor:
-        """Log-probabilities `[B, K, W]` behind the nodes of a level."""
+    def run(self, level: Level) -> tuple[Tensor, Tensor]:
+        """The same behind the nodes of a level, `[B, K, C]`."""
         drafter = self._drafter
         parents = level.feature_rows_BK[..., None].expand(-1, -1, self._feature_BKH.shape[-1])
         out = drafter.model(
@@ -241,7 +238,7 @@ class _Levels:
             new = (torch.cat((earlier[0], new[0]), 3), torch.cat((earlier[1], new[1]), 3))
         self._tree_keys_values = new
         self._feature_BKH = out.feature_BNH
-        return drafter.log_probs(out.hidden_BNH)
+        return drafter.model.top(out.hidden_BNH, self._top_k)
 
 
 def _chances(log_chances: Tensor) -> Floats:

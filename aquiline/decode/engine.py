@@ -276,7 +276,8 @@ class Engine:
         """Run a limited number of tokens that are known but not cached, those of the oldest request first. So those
         that are further on wait for a part of a long prompt, not for all of it. Requests join as long as some are left.
         """
-        touched, left = [], PREFILL_CHUNK
+        touched: list[Request] = []
+        left = PREFILL_CHUNK
         while left > 0:
             coming = next((pair for pair in self._running if self._missing(*pair)), None) or self._admit(touched)
             if coming is None:

@@ -164,9 +164,9 @@ class TreeBuilder:
     """Grows and re-ranks the trees of B rows, each within its own limits; the caller runs the draft in between.
 
     builder = TreeBuilder(configs, target_ids_W)
-    level = builder.extend(log_probs_BW)          # of the last real row
+    level = builder.extend(*top(builder.top_k))      # of the last real row
     while level is not None:
-        level = builder.extend(log_probs_BKW)     # of the nodes in `level`
+        level = builder.extend(*top(builder.top_k))  # of the nodes in `level`
     trees = builder.rerank()                      # may come earlier: then the trees are less deep
 
     `add` and `next_level` are the halves of `extend`, for a caller that chooses how many nodes run.
@@ -183,7 +183,7 @@ class TreeBuilder:
         self._configs = configs
         self._chances = chances
         self._target_ids_W = target_ids_W
-        self._k = k = min(max(c.top_k for c in configs), len(target_ids_W))
+        self.top_k = k = min(max(c.top_k for c in configs), len(target_ids_W))
         self._max_depth = max(c.depth for c in configs)
         self._mixed = len({(c.depth, c.top_k) for c in configs}) > 1
         self._top_k_B1, self._depth_B1 = torch.tensor(
@@ -203,21 +203,22 @@ class TreeBuilder:
         self._scores: list[Tensor] = []
         self._steps: list[Tensor] = []
 
-    def extend(self, log_probs_BKW: Tensor) -> Level | None:
-        """Give each node just run its top-k children; returns what to run next, None once the depth is reached.
+    def extend(self, log_probs_BKC: Tensor, ids_BKC: Tensor) -> Level | None:
+        """Give each node just run its children; returns what to run next, None once the depth is reached.
 
-        `log_probs_BKW`: float32 log-probabilities of the nodes of the last `Level`; [B, W] for the first level.
+        `log_probs_BKC`, `ids_BKC`: the `top_k` most likely draft ids behind each node of the last `Level`, descending;
+        [B, C] for the first level.
         """
-        self.add(log_probs_BKW)
-        return None if self._depth == self._max_depth else self.next_level(self._k)
+        self.add(log_probs_BKC, ids_BKC)
+        return None if self._depth == self._max_depth else self.next_level(self.top_k)
 
-    def add(self, log_probs_BKW: Tensor) -> Tensor:
-        """Give each node just run its top-k children; the scores of these, less their parents', `[B, K, C]`; -inf where
-        a row's limits forbid one.
+    def add(self, log_probs_BKC: Tensor, ids_BKC: Tensor) -> Tensor:
+        """Give each node just run its children; the scores of these, less their parents', `[B, K, C]`; -inf where a
+        row's limits forbid one.
         """
-        num_rows, k = len(self._configs), self._k
+        num_rows, k = len(self._configs), self.top_k
         self._depth += 1
-        steps_BKC, ids_BKC = log_probs_BKW.reshape(num_rows, -1, len(self._target_ids_W)).topk(k)
+        steps_BKC = log_probs_BKC.view(num_rows, -1, k)
         if self._chances is not None:
             self._steps.append(steps_BKC.flatten(1))
             steps_BKC = self._chances(steps_BKC, self._depth)
@@ -229,7 +230,7 @@ class TreeBuilder:
             scores_BKC = scores_BKC.masked_fill(~made_BC[:, None], -torch.inf)
             steps_BKC = steps_BKC.masked_fill(~made_BC[:, None], -torch.inf)
         scores_BM = scores_BKC.flatten(1)
-        tokens_BM = self._target_ids_W[ids_BKC].flatten(1)
+        tokens_BM = self._target_ids_W[ids_BKC].view(num_rows, -1)
         self._scores.append(scores_BM)
         self._tokens.append(tokens_BM)
         self._parents.append(self._ran_nodes_BK.repeat_interleave(k, dim=1))
@@ -242,7 +243,7 @@ class TreeBuilder:
         num_rows, made = scores_BM.shape
         best_scores_BM, best_BM = scores_BM.sort(dim=1, descending=True, stable=True)
         best_BK = best_BM[:, :width]
-        feature_rows_BK = best_BK // self._k
+        feature_rows_BK = best_BK // self.top_k
         seen_BKM = self._ran_mask_BKM[self._rows_B1, feature_rows_BK]
         self._ran_scores_BK = best_scores_BM[:, :width]
         if self._mixed:  # only the row's own top-k best go on

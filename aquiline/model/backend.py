@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from aquiline.config import AquilineWarning
 from aquiline.model.kv_cache import KVCache
-from aquiline.model.machine import cache_folder, cpu_flags
+from aquiline.model.machine import cache_folder, cpu_flags, large_pages
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"]
@@ -87,7 +87,8 @@ class _Model(ctypes.Structure):
 class _Pass(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("residual", "embeds", "positions", "past_keys", "past_values")),
-        *((n, ctypes.c_void_p) for n in ("past_offsets", "past_lengths")),
+        ("past_offsets", ctypes.POINTER(ctypes.c_int64)),
+        ("past_lengths", ctypes.POINTER(ctypes.c_int32)),
         *((n, ctypes.c_int64) for n in ("past_layer_stride", "past_head_stride")),
         ("mask", ctypes.c_void_p),
         ("mask_row_stride", ctypes.c_int64),
@@ -165,7 +166,7 @@ def _opened(path: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_int
     lib.aq_forward.argtypes = [pointer, pointer]
-    lib.aq_linear.argtypes = [pointer, pointer, ctypes.c_int64, number, number, pointer, pointer, number]
+    lib.aq_linear.argtypes = [pointer, pointer, ctypes.c_int64, number, number, *[pointer] * 3, number, number]
     sizes = (ctypes.c_int64 * 4)()
     lib.aq_sizes(sizes)
     ours = [ctypes.sizeof(s) for s in (_Linear, _Layer, _Model, _Pass)]
@@ -216,8 +217,10 @@ def _blocks(weight: Tensor) -> Tensor:
 def _packed(blocks: Tensor) -> Tensor:
     """Blocks as the kernel reads them: the 16 outputs side by side, for bf16 two inputs of each."""
     if blocks.dtype == torch.bfloat16:
-        return blocks.unflatten(2, (-1, 2)).permute(0, 2, 1, 3).contiguous()
-    return blocks.permute(0, 2, 1).contiguous()
+        blocks = blocks.unflatten(2, (-1, 2)).permute(0, 2, 1, 3)
+    else:
+        blocks = blocks.permute(0, 2, 1)
+    return large_pages.copy(blocks)
 
 
 class Weights:
@@ -252,24 +255,33 @@ class Weights:
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., in]` in the weights' dtype to float32 `[..., out]`."""
         out = torch.empty(*x.shape[:-1], self.struct.out)
-        self._run(x, out.data_ptr(), None)
+        self._run(x, out, None, None, 0)
         return out
 
     def argmax(self, x: Tensor) -> Tensor:
         """`[..., in]` to the number of the largest output, of equals the first, int64 `[...]`."""
         best = torch.empty(x.shape[:-1], dtype=torch.int64)
-        self._run(x, None, best.data_ptr())
+        self._run(x, None, best, None, 1)
         return best
 
-    def _run(self, x: Tensor, out: int | None, best: int | None) -> None:
+    def top(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`[..., in]` to the largest of its outputs' log-softmax and their numbers, `[..., count]`, descending, of
+        equals the first. NaN where an output is; a number may then come twice.
+        """
+        ids = torch.empty(*x.shape[:-1], count, dtype=torch.int64)
+        log_shares = torch.empty(ids.shape)
+        self._run(x, None, ids, log_shares, count)
+        return log_shares, ids
+
+    def _run(self, x: Tensor, out: Tensor | None, ids: Tensor | None, log_shares: Tensor | None, top: int) -> None:
         lib = library()
         assert lib is not None
-        flat = x.detach().to(self.dtype).reshape(-1, x.shape[-1]).contiguous()
-        bf16 = self.dtype == torch.bfloat16
+        assert top <= self.struct.out
+        x = x.detach().to(self.dtype).contiguous()
         _check_memory(
             lib.aq_linear(
-                ctypes.byref(self.struct), flat.data_ptr(), len(flat), bf16, _tiles(), out, best,
-                torch.get_num_threads(),
+                ctypes.byref(self.struct), x.data_ptr(), x.numel() // self.struct.inp, self.dtype == torch.bfloat16,
+                _tiles(), *map(_pointer, (out, ids, log_shares)), top, torch.get_num_threads(),
             )
         )  # fmt: skip
 
@@ -362,43 +374,44 @@ class Decoder:
         B, N = residual_BND.shape[:2]
         earlier = 0 if earlier_LBGOE is None else earlier_LBGOE[0].shape[3]
         own = earlier + N
-        keys, values = (torch.empty(L, B, G, own, E, dtype=self.dtype) for _ in range(2))
+        keys, values = torch.empty(2, L, B, G, own, E, dtype=self.dtype)
         if earlier_LBGOE is not None:
             keys[..., :earlier, :], values[..., :earlier, :] = earlier_LBGOE
-        floats = [None if x is None else x.detach().float().contiguous() for x in (residual_BND, embeds_BND)]
-        positions = positions_BN.to(torch.int64).expand(B, N).contiguous()
+        residual = residual_BND.detach().to(self.dtype).contiguous()
+        embeds = None if embeds_BND is None else embeds_BND.detach().to(self.dtype).contiguous()
+        positions = positions_BN.expand(B, N).contiguous()
         mask = None if mask_BNO is None else mask_BNO.contiguous()
+        _fits(positions.dtype == torch.int64, f"positions of {positions.dtype}")
+        for x in (residual, embeds):
+            _fits(x is None or x.shape == (B, N, D), f"states {residual.shape} for {B} rows of {N} tokens of width {D}")
         if mask is not None:
             _fits(
                 mask.dtype == torch.bool and len(mask) in (1, B) and mask.shape[1:] == (N, own),
                 f"a mask {tuple(mask.shape)} of {mask.dtype} for {B} rows of {N} tokens that may see {own}",
             )
         aux = torch.empty(B, N, len(self._captured) * D, dtype=self.dtype)
-        feature, last = torch.empty(B, N, D, dtype=self.dtype), torch.empty(B, N, D, dtype=self.dtype)
-        lengths = [0] * B if cache is None or slots is None else [cache.lengths[s] for s in slots]
-        past_lengths = torch.tensor(lengths, dtype=torch.int32)
+        feature, last = torch.empty(2, B, N, D, dtype=self.dtype)
         past_keys: Tensor | None = None
         past_values: Tensor | None = None
-        offsets, strides = [0] * B, (0, 0)
+        lengths, offsets, strides = [0] * B, [0] * B, (0, 0)
         if cache is not None and slots is not None:
             past_keys, past_values = cache.keys_LGSE, cache.values_LGSE  # held: a cache that grows makes new ones
             shape, stride = past_keys.shape, past_keys.stride()
             _fits(len(slots) == B, f"{len(slots)} slots for {B} rows")
             _fits(past_keys.dtype == self.dtype and past_keys.device.type == "cpu", f"a cache of {past_keys.dtype}")
             _fits((shape[0], shape[1], shape[3]) == (L, G, E) and stride[2:] == (E, 1), f"a cache of {tuple(shape)}")
-            offsets, strides = [cache.starts[slot] * E for slot in slots], (stride[0], stride[1])
-        past_offsets = torch.tensor(offsets, dtype=torch.int64)
+            lengths, offsets = [cache.lengths[s] for s in slots], [cache.starts[s] * E for s in slots]
+            strides = (stride[0], stride[1])
         done = lib.aq_forward(
             ctypes.byref(self._model),
             ctypes.byref(
                 _Pass(
-                    _pointer(floats[0]), _pointer(floats[1]), _pointer(positions),
-                    _pointer(past_keys), _pointer(past_values), _pointer(past_offsets), _pointer(past_lengths),
-                    *strides,
+                    *map(_pointer, (residual, embeds, positions, past_keys, past_values)),
+                    (ctypes.c_int64 * B)(*offsets), (ctypes.c_int32 * B)(*lengths), *strides,
                     _pointer(mask), 0 if mask is None or len(mask) == 1 else N * own,
                     _pointer(keys), _pointer(values), B, N, own,
                     _pointer(self._captured), len(self._captured), torch.get_num_threads(),
-                    _pointer(aux), _pointer(feature), _pointer(last),
+                    *map(_pointer, (aux, feature, last)),
                 )
             ),
         )  # fmt: skip

@@ -160,6 +160,12 @@ class Draft(nn.Module):
         """Float32 logits `[..., W]` over the draft vocabulary."""
         return (self.lm_head(hidden) if self._head is None else self._head(hidden)).float()
 
+    def top(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The most likely draft ids: float32 log-probabilities, descending, and the ids, both `[..., count]`."""
+        if self._head is not None:
+            return self._head.top(hidden, count)
+        return torch.log_softmax(self.logits(hidden), dim=-1).topk(count)
+
     def pack(self) -> "Draft":
         """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the
         state dict is gone. Elsewhere nothing changes.

@@ -151,6 +151,10 @@ template <typename T>
 inline void put_many(T* to, const float* x, int64_t count) {
   for (int64_t i = 0; i < count; i++) put(to[i], x[i]);
 }
+template <typename T>
+inline void get_many(const T* from, float* x, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i] = get(from[i]);
+}
 
 }  // namespace
 
@@ -175,7 +179,7 @@ struct Model {
 };
 
 struct Pass {
-  const float *residual, *embeds;               // [M, D]; embeds only for a draft layer
+  const void *residual, *embeds;                // [M, D]; embeds only for a draft layer
   const int64_t* positions;                     // [M]
   const void *past_keys, *past_values;          // base of [L, slots, G, room, E]
   const int64_t* past_offsets;                  // per row: its slot's first element within a layer
@@ -277,25 +281,25 @@ inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasDots = true;
-// R rows x 32 outputs by dot products of two bf16 each, the sum over `in` in order.
-template <int R>
-inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1, int64_t in, float* out0, float* out1) {
-  __m512 acc0[R], acc1[R];
-  for (int r = 0; r < R; r++) acc0[r] = acc1[r] = _mm512_setzero_ps();
+// R rows x B blocks by dot products of two bf16 each, the sum over `in` in order. Out: float32 [B][R][16]. Several blocks
+// at once, because each is a stream of its own: more of them in flight hide more of the memory's latency than one does.
+template <int R, int B>
+inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
+  __m512 acc[B][R];
+  for (auto& of_block : acc)
+    for (__m512& a : of_block) a = _mm512_setzero_ps();
   for (int64_t k = 0; k < in; k += 2) {
-    __m512bh a = (__m512bh)_mm512_loadu_si512(w0 + k * kBlock), b = (__m512bh)_mm512_loadu_si512(w1 + k * kBlock);
+    __m512bh weights[B];
+    for (int b = 0; b < B; b++) weights[b] = (__m512bh)_mm512_loadu_si512(w + (b * in + k) * kBlock);
     for (int r = 0; r < R; r++) {
       int pair;
       std::memcpy(&pair, x + r * ldx + k, 4);
-      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      acc0[r] = _mm512_dpbf16_ps(acc0[r], both, a);
-      acc1[r] = _mm512_dpbf16_ps(acc1[r], both, b);
+      for (int b = 0; b < B; b++)
+        acc[b][r] = _mm512_dpbf16_ps(acc[b][r], (__m512bh)_mm512_set1_epi32(pair), weights[b]);
     }
   }
-  for (int r = 0; r < R; r++) {
-    _mm512_storeu_ps(out0 + r * kBlock, acc0[r]);
-    _mm512_storeu_ps(out1 + r * kBlock, acc1[r]);
-  }
+  for (int b = 0; b < B; b++)
+    for (int r = 0; r < R; r++) _mm512_storeu_ps(out + (b * R + r) * kBlock, acc[b][r]);
 }
 
 // scores [K keys][16 queries], of queries packed as for tiles.
@@ -317,15 +321,20 @@ inline void dot_scores(const bf16* keys, const bf16* q, int64_t E, float* out) {
 constexpr bool kHasDots = false;
 template <int K>
 inline void dot_scores(const bf16*, const bf16*, int64_t, float*) {}
-template <int R>
-inline void dot_gemm(const bf16*, int64_t, const bf16*, const bf16*, int64_t, float*, float*) {}
+template <int R, int B>
+inline void dot_gemm(const bf16*, int64_t, const bf16*, int64_t, float*) {}
 #endif
-void multiply_dots(const bf16* x, int64_t ldx, int64_t rows, const bf16* w0, const bf16* w1, int64_t in, float* out0,
-                   float* out1) {
-  if (rows == 1) return dot_gemm<1>(x, ldx, w0, w1, in, out0, out1);
-  if (rows == 2) return dot_gemm<2>(x, ldx, w0, w1, in, out0, out1);
-  if (rows <= 4) return dot_gemm<4>(x, ldx, w0, w1, in, out0, out1);
-  dot_gemm<kRows>(x, ldx, w0, w1, in, out0, out1);
+constexpr int kDotRows = 8;
+template <int B>
+void multiply_dots(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t in, float* out) {
+  if (rows == 1) return dot_gemm<1, B>(x, ldx, w, in, out);
+  if (rows == 2) return dot_gemm<2, B>(x, ldx, w, in, out);
+  if (rows == 3) return dot_gemm<3, B>(x, ldx, w, in, out);
+  if (rows == 4) return dot_gemm<4, B>(x, ldx, w, in, out);
+  if (rows == 5) return dot_gemm<5, B>(x, ldx, w, in, out);
+  if (rows == 6) return dot_gemm<6, B>(x, ldx, w, in, out);
+  if (B < 4 && rows == 7) return dot_gemm<7, B < 4 ? B : 1>(x, ldx, w, in, out);
+  if (B < 4) return dot_gemm<8, B < 4 ? B : 1>(x, ldx, w, in, out);
 }
 
 // R rows x 16 outputs by fused multiply-add, the sum over `in` in order.
@@ -389,7 +398,36 @@ struct Inputs {
   }
 };
 
-// Blocks 2 * pair and 2 * pair + 1 of a projection, for all rows: use(row, 16 outputs, the next 16 or null).
+// By dot products, several blocks at a time: use(row, pair, 16 outputs, the next 16 or null). 4 blocks with up to 6 rows
+// and 3 with up to 8 are 24 sums, and with weights and an input what 32 registers hold.
+template <typename Use>
+void dot_pairs(Inputs& x, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
+  int64_t in = up(w.in, 32), last = std::min(2 * end, up(w.out, kBlock) / kBlock), chunks = (M + kDotRows - 1) / kDotRows;
+  int64_t group = (M + chunks - 1) / chunks > 6 ? 6 : 4;
+  alignas(64) float out[6 * kDotRows * kBlock];
+  for (int64_t block = 2 * pair, count; block < last; block += count) {
+    count = std::min(group, last - block);
+    const bf16* weight = static_cast<const bf16*>(w.weight) + block * in * kBlock;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m;
+      for (int64_t b = 0; b < count;) {
+        float* o = out + b * rows * kBlock;
+        int64_t left = count - b;
+        if (left == 4 && rows <= 6) multiply_dots<4>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 4;
+        else if (left >= 3) multiply_dots<3>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 3;
+        else if (left == 2) multiply_dots<2>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 2;
+        else multiply_dots<1>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 1;
+      }
+      for (int64_t b = 0; b < count; b += 2)
+        for (int64_t r = 0; r < rows; r++) {
+          const float* row = out + (b * rows + r) * kBlock;
+          use(m + r, (block + b) / 2, row, b + 1 < count ? row + rows * kBlock : nullptr);
+        }
+    }
+  }
+}
+
+// Blocks 2 * pair and 2 * pair + 1 of a projection, for all rows: use(row, pair, 16 outputs, the next 16 or null).
 template <typename Use>
 void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_t pair, Use use) {
   int64_t in = up(w.in, 32), step = in * kBlock, at = 2 * pair * step;
@@ -403,7 +441,7 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
       else tile_gemm<false>(x.half(m), x.ld, a, b, in, out);
       for (int64_t r = 0; r < std::min<int64_t>(32, M - m); r++) {
         const float* row = out + (r / 16) * 512 + (r % 16) * 16;
-        use(m + r, row, second ? row + 256 : nullptr);
+        use(m + r, pair, row, second ? row + 256 : nullptr);
       }
     }
     return;
@@ -411,10 +449,7 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
   constexpr int kHalf = kRows * kBlock;
   for (int64_t m = 0; m < M; m += kRows) {
     int64_t rows = std::min<int64_t>(kRows, M - m);
-    if (x.halves) {
-      const bf16* a = static_cast<const bf16*>(w.weight) + at;
-      multiply_dots(x.half(m), x.ld, rows, a, second ? a + step : a, in, out, out + kHalf);
-    } else for (int half = 0; half < 1 + second; half++) {
+    for (int half = 0; half < 1 + second; half++) {
       const void* weight = w.weight;
       float* o = out + half * kHalf;
       if (bf16_weights)
@@ -422,25 +457,32 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
       else
         multiply_add(x.full(m), x.ld, rows, static_cast<const float*>(weight) + at + half * step, in, o);
     }
-    for (int64_t r = 0; r < rows; r++) use(m + r, out + r * kBlock, second ? out + kHalf + r * kBlock : nullptr);
+    for (int64_t r = 0; r < rows; r++) use(m + r, pair, out + r * kBlock, second ? out + kHalf + r * kBlock : nullptr);
   }
+}
+
+// This thread's share of a projection, by pairs of blocks.
+template <typename Use>
+void share_pairs(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Use use) {
+  int64_t pairs = (w.out + 2 * kBlock - 1) / (2 * kBlock), T = omp_get_num_threads(), t = omp_get_thread_num();
+  int64_t first = pairs * t / T, end = pairs * (t + 1) / T;
+  if (x.halves && !x.tiles) return dot_pairs(x, M, w, first, end, use);
+  for (int64_t pair = first; pair < end; pair++) block_pair(x, M, w, bf16_weights, pair, use);
 }
 
 // This thread's share of a projection: done(row, first column, values, count).
 template <typename Done>
 void project(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Done done) {
-  int64_t pairs = (w.out + 2 * kBlock - 1) / (2 * kBlock), T = omp_get_num_threads(), t = omp_get_thread_num();
-  for (int64_t pair = pairs * t / T; pair < pairs * (t + 1) / T; pair++)
-    block_pair(x, M, w, bf16_weights, pair, [&](int64_t row, const float* a, const float* b) {
-      for (int half = 0; half < (b ? 2 : 1); half++) {
-        int64_t column = (2 * pair + half) * kBlock, count = std::min<int64_t>(kBlock, w.out - column);
-        alignas(64) float value[kBlock];
-        store(value, load(half ? b : a));
-        if (w.bias)
-          for (int64_t j = 0; j < count; j++) value[j] += w.bias[column + j];
-        done(row, column, value, count);
-      }
-    });
+  share_pairs(x, M, w, bf16_weights, [&](int64_t row, int64_t pair, const float* a, const float* b) {
+    for (int half = 0; half < (b ? 2 : 1); half++) {
+      int64_t column = (2 * pair + half) * kBlock, count = std::min<int64_t>(kBlock, w.out - column);
+      alignas(64) float value[kBlock];
+      store(value, load(half ? b : a));
+      if (w.bias)
+        for (int64_t j = 0; j < count; j++) value[j] += w.bias[column + j];
+      done(row, column, value, count);
+    }
+  });
 }
 
 void rms_norm(const float* x, const float* weight, int64_t width, float eps, float* out) {
@@ -511,6 +553,7 @@ struct Runner {
   const Pass& p;
   int64_t M, D, H, G, E, group;
   bool tiles, draft;
+  const T *entering, *embeds;  // [M, D]
   std::vector<float> residual, qkv, cos, sin;  // cos, sin: [M, E / 2]
   Inputs x, attended, inner;
   std::vector<Scratch> scratch;
@@ -519,7 +562,8 @@ struct Runner {
   Runner(const Model& model, const Pass& pass)
       : m(model), p(pass), M(int64_t(pass.rows) * pass.tokens), D(model.width), H(model.heads), G(model.kv_heads),
         E(model.head_dim), group(H / G), tiles(tiles_granted && model.tiles && model.bf16_weights),
-        draft(model.layers[0].feature_norm != nullptr), residual(p.residual, p.residual + M * D),
+        draft(model.layers[0].feature_norm != nullptr), entering(static_cast<const T*>(p.residual)),
+        embeds(static_cast<const T*>(p.embeds)), residual(size_t(M * D)),
         qkv(size_t(M * (H + 2 * G) * E)), cos(size_t(M * E / 2)), sin(size_t(M * E / 2)), x(M, draft ? 2 * D : D, tiles, model.bf16_weights),
         attended(M, H * E, tiles, model.bf16_weights), inner(M, model.inner, tiles, model.bf16_weights) {
     int64_t past = 0;
@@ -535,8 +579,15 @@ struct Runner {
 
   void norm_into_x(const float* source, const float* weight, int64_t token, int64_t at) {
     float* row = mine().row.data();
-    rms_norm(source + token * D, weight, D, m.eps, row);
+    rms_norm(source, weight, D, m.eps, row);
     x.set(token, at, row, D);
+  }
+
+  float* state(int64_t token) { return residual.data() + token * D; }
+
+  void enter() {
+#pragma omp for schedule(static) nowait
+    for (int64_t token = 0; token < M; token++) get_many(entering + token * D, state(token), D);
   }
 
   // What attention reads: the residual, normed; in a draft layer the embedding and the feature side by side.
@@ -544,19 +595,21 @@ struct Runner {
 #pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
       if (!draft) {
-        norm_into_x(residual.data(), l.input_norm, token, 0);
+        norm_into_x(state(token), l.input_norm, token, 0);
         continue;
       }
-      norm_into_x(p.embeds, l.input_norm, token, 0);
-      norm_into_x(residual.data(), l.feature_norm, token, D);
-      if (m.normed_residual) rms_norm(p.residual + token * D, l.feature_norm, D, m.eps, residual.data() + token * D);
+      norm_into_x(state(token), l.feature_norm, token, D);
+      float* row = mine().row.data();
+      if (m.normed_residual) std::copy(row, row + D, state(token));
+      get_many(embeds + token * D, row, D);
+      norm_into_x(row, l.input_norm, token, 0);
     }
   }
 
   void mlp_input(const Layer& l) {
 #pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
-      norm_into_x(residual.data(), l.post_norm, token, 0);
+      norm_into_x(state(token), l.post_norm, token, 0);
       if (draft) x.clear(token, D, up(D, 32));  // of the feature that stood there
     }
   }
@@ -603,6 +656,9 @@ struct Runner {
     }
   }
 
+  // Whether queries are read in pairs of bf16: by tiles or by dots.
+  bool packs() const { return sizeof(T) == 2 && ((tiles && E % 32 == 0) || (kHasDots && E % 2 == 0)); }
+
   // Scores of 16 queries against `count` keys: out[key][query]; with tiles, up to 15 rows more are written.
   void score(const T* keys, int64_t count, Scratch& s, float* out) const {
     if constexpr (sizeof(T) == 2) {
@@ -616,7 +672,7 @@ struct Runner {
         }
         return;
       }
-      if (kHasDots && E % 2 == 0) {
+      if (packs()) {
         int64_t at = 0;
         for (; at + 8 <= count; at += 8) dot_scores<8>(keys + at * E, s.packed.data(), E, out + at * kBlock);
         for (; at < count; at++) dot_scores<1>(keys + at * E, s.packed.data(), E, out + at * kBlock);
@@ -640,9 +696,9 @@ struct Runner {
       const float* head = qkv.data() + (token * (H + 2 * G) + h) * E;
       for (int64_t e = 0; e < E; e++) {
         float value = head[e] * scale;
-        bf16 rounded = narrow(value);
-        s.packed[size_t(e / 2 * 32 + i * 2 + e % 2)] = rounded;
-        s.q[size_t(e * kBlock + i)] = m.bf16_weights ? widen(rounded) : value;
+        if (!m.bf16_weights) s.q[size_t(e * kBlock + i)] = value;
+        else if (packs()) s.packed[size_t(e / 2 * 32 + i * 2 + e % 2)] = narrow(value);
+        else s.q[size_t(e * kBlock + i)] = widen(narrow(value));
       }
     }
   }
@@ -713,8 +769,8 @@ struct Runner {
   }
 
   void attention(int64_t layer) {
-    int64_t queries = p.tokens * group, size = kBlock;
-    while (size > 1 && p.rows * G * ((queries + size - 1) / size) < 2 * p.threads) size /= 2;
+    int64_t queries = p.tokens * group, size = kBlock;  // one query costs nearly what 16 cost
+    while (size > 1 && p.rows * G * ((queries + size - 1) / size) < p.threads) size /= 2;
     int64_t chunks = (queries + size - 1) / size;
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t item = 0; item < p.rows * G * chunks; item++) {
@@ -725,18 +781,16 @@ struct Runner {
 
   // Blocks of gate and up alternate, so that a pair makes 16 inputs of the next projection.
   void gated(const Linear& w) {
-    int64_t pairs = (m.inner + kBlock - 1) / kBlock, count = omp_get_num_threads(), t = omp_get_thread_num();
-    for (int64_t pair = pairs * t / count; pair < pairs * (t + 1) / count; pair++)
-      block_pair(x, M, w, m.bf16_weights, pair, [&](int64_t row, const float* gate, const float* rise) {
-        V a = load(gate), b = load(rise);
-        if (w.bias) {
-          a = a + load(w.bias + pair * 2 * kBlock);
-          b = b + load(w.bias + pair * 2 * kBlock + kBlock);
-        }
-        alignas(64) float value[kBlock];
-        store(value, a / (splat(1.0f) + exp(splat(0) - a)) * b);
-        inner.set(row, pair * kBlock, value, std::min<int64_t>(kBlock, m.inner - pair * kBlock));
-      });
+    share_pairs(x, M, w, m.bf16_weights, [&](int64_t row, int64_t pair, const float* gate, const float* rise) {
+      V a = load(gate), b = load(rise);
+      if (w.bias) {
+        a = a + load(w.bias + pair * 2 * kBlock);
+        b = b + load(w.bias + pair * 2 * kBlock + kBlock);
+      }
+      alignas(64) float value[kBlock];
+      store(value, a / (splat(1.0f) + exp(splat(0) - a)) * b);
+      inner.set(row, pair * kBlock, value, std::min<int64_t>(kBlock, m.inner - pair * kBlock));
+    });
   }
 
   void add_to_residual(Inputs& from, const Linear& w) {
@@ -750,7 +804,7 @@ struct Runner {
       if (p.capture[c] == layer) {
 #pragma omp for schedule(static) nowait
         for (int64_t token = 0; token < M; token++)
-          put_many(static_cast<T*>(p.aux) + (token * p.num_captured + c) * D, residual.data() + token * D, D);
+          put_many(static_cast<T*>(p.aux) + (token * p.num_captured + c) * D, state(token), D);
       }
   }
 
@@ -763,6 +817,7 @@ struct Runner {
 #pragma omp single
       meeting.open(omp_get_num_threads());
       angles();
+      enter();
       for (int64_t layer = 0; layer < m.num_layers; layer++) {
         const Layer& l = m.layers[layer];
         attention_input(l);
@@ -787,7 +842,7 @@ struct Runner {
       }
 #pragma omp for schedule(static) nowait
       for (int64_t token = 0; token < M; token++) {
-        float *row = residual.data() + token * D, *normed = mine().row.data();
+        float *row = state(token), *normed = mine().row.data();
         put_many(static_cast<T*>(p.feature) + token * D, row, D);
         rms_norm(row, m.final_norm, D, m.eps, normed);
         put_many(static_cast<T*>(p.last) + token * D, normed, D);
@@ -808,18 +863,46 @@ Inputs inputs_of(const T* x, int64_t M, int64_t width, bool bf16_weights, bool t
   return in;
 }
 
+// The largest of a row's outputs, descending, of equals the first; and the sum of e^output over all of them, as that of
+// e^(output - highest). An output of NaN or +infinity makes the sum NaN.
 struct Best {
-  float value = -std::numeric_limits<float>::infinity();
-  int64_t at = 0;
-  void meet(float v, int64_t i) {  // in ascending order: of equals the first stays
-    if (v > value) value = v, at = i;
+  float highest = -std::numeric_limits<float>::infinity(), total = 0;
+  std::vector<float> values;
+  std::vector<int64_t> ids;
+
+  explicit Best(int count) : values(size_t(count), highest), ids(size_t(count), 0) {}
+
+  void meet(float value, int64_t id) {  // in ascending order of ids
+    size_t at = values.size() - 1;
+    if (!(value > values[at])) return;
+    for (; at > 0 && value > values[at - 1]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
+    values[at] = value, ids[at] = id;
   }
+  void add(const float* value, int64_t count) {
+    alignas(64) float x[kBlock];
+    std::fill(std::copy(value, value + count, x), x + kBlock, -std::numeric_limits<float>::infinity());
+    float top = -std::numeric_limits<float>::infinity();
+    for (float v : x) {
+      top = std::max(top, v);
+      if (!(v < std::numeric_limits<float>::infinity())) total = std::numeric_limits<float>::quiet_NaN();
+    }
+    if (top > highest || std::isfinite(highest)) add(top, sum(exp(load(x) - splat(top))));
+  }
+  void add(float other_highest, float other_total) {
+    float top = std::max(highest, other_highest);
+    auto scaled = [&](float at, float t) { return at == top ? t : t * std::exp(at - top); };
+    total = scaled(highest, total) + scaled(other_highest, other_total);
+    highest = top;
+  }
+  float log_total() const { return highest + std::log(total); }
 };
 
+// Into out, or the `top` largest of each row into ids and, unless null, the logarithms of their shares of the e^output.
 template <typename T>
-void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int64_t* best, int threads) {
+void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int64_t* ids,
+            float* log_shares, int top, int threads) {
   Inputs in = inputs_of(x, M, w.in, bf16_weights, tiles);
-  std::vector<Best> found(best ? size_t(M * threads) : 0);
+  std::vector<Best> found(ids ? size_t(M * threads) : 0, Best(top));
   unsigned control = _mm_getcsr();
 #pragma omp parallel num_threads(threads)
   {
@@ -827,16 +910,26 @@ void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tile
     if (tiles) open_tiles();
     Best* mine = found.data() + omp_get_thread_num() * M;
     project(in, M, w, bf16_weights, [&](int64_t row, int64_t column, const float* value, int64_t count) {
-      if (!best) std::copy(value, value + count, out + row * w.out + column);
-      else
-        for (int64_t j = 0; j < count; j++) mine[row].meet(value[j], column + j);
+      if (!ids) {
+        std::copy(value, value + count, out + row * w.out + column);
+        return;
+      }
+      for (int64_t j = 0; j < count; j++) mine[row].meet(value[j], column + j);
+      if (log_shares) mine[row].add(value, count);
     });
     if (tiles) close_tiles();
   }
-  for (int64_t row = 0; best && row < M; row++) {
-    Best all;
-    for (int t = 0; t < threads; t++) all.meet(found[size_t(t * M + row)].value, found[size_t(t * M + row)].at);
-    best[row] = all.at;
+  for (int64_t row = 0; ids && row < M; row++) {
+    Best all(top);
+    for (int t = 0; t < threads; t++) {
+      const Best& part = found[size_t(t * M + row)];
+      for (int i = 0; i < top; i++) all.meet(part.values[size_t(i)], part.ids[size_t(i)]);
+      all.add(part.highest, part.total);
+    }
+    for (int i = 0; i < top; i++) {
+      ids[row * top + i] = all.ids[size_t(i)];
+      if (log_shares) log_shares[row * top + i] = all.values[size_t(i)] - all.log_total();
+    }
   }
 }
 
@@ -866,12 +959,13 @@ int aq_forward(const Model* model, const Pass* pass) try {
 }
 
 // x [M, w.in] (bf16 or float32, as the weights) times the packed weight, plus bias: into out [M, w.out] float32, or only
-// the first of each row's largest outputs into best [M]; one of the two is null.
-int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int tiles, float* out, int64_t* best,
-              int threads) try {
+// the `top` largest outputs of each row: ids [M, top] and log_shares [M, top] (may be null), their log-softmax.
+int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int tiles, float* out, int64_t* ids,
+              float* log_shares, int top, int threads) try {
   bool use_tiles = tiles_granted && tiles && bf16_weights;
-  if (bf16_weights) linear(*w, static_cast<const bf16*>(x), M, true, use_tiles, out, best, threads);
-  else linear(*w, static_cast<const float*>(x), M, false, false, out, best, threads);
+  if (bf16_weights)
+    linear(*w, static_cast<const bf16*>(x), M, true, use_tiles, out, ids, log_shares, top, threads);
+  else linear(*w, static_cast<const float*>(x), M, false, false, out, ids, log_shares, top, threads);
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
