@@ -152,3 +152,13 @@ def test_a_request_that_is_cancelled_leaves_what_it_has_and_one_that_failed_leav
     again = request(prompt(20))
     engine.run([again])
     check_equal(target, draft, again)
+
+
+def test_a_row_that_was_copied_from_has_been_of_use():
+    target = tiny_target()
+    engine = Engine(target, None, max_batch=3)
+    x, y, z = [*prompt(80, 1), *prompt(70, 2)], prompt(70, 3), [*prompt(80, 1), *prompt(70, 4)]
+    requests = [request([*ids, 5], 3, None) for ids in (x, y, z, prompt(70, 5), x, y)]
+    for r in requests:
+        engine.run([r])
+    assert [r.reused_tokens for r in requests] == [0, 0, 79, 0, 150, 0]  # the fourth took the place of y

@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave between steps; every step is one cycle for all that run.
 
-A request carries its own sampling, limits, tree and stop matcher. What it gets does not depend on what else runs: not on
-the others of its batch, not on whose cache it shares, not on whether it had to give its own back and begin again.
+A request carries its own sampling, limits, tree and stop matcher. What it gets does not depend on what else runs:
+neither on the rest of its batch, nor on whose cache it shares, nor on whether it had to give its own back for a while.
 """
 
 import functools

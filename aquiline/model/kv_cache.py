@@ -9,8 +9,7 @@ longest row:
 
 A row grows into the space behind it. When there is none, all rows are laid out anew, and the space is shared out.
 
-Shapes: L layers, B rows of a pass, N tokens of a pass, G kv heads, S tokens of the storage or of the longest row, E head
-width.
+Shapes: L layers, B rows and N tokens of a pass, G kv heads, S tokens of the storage or the longest row, E head width.
 """
 
 import torch
