@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from aquiline.config import AquilineWarning, SamplingConfig, TreeConfig
+from aquiline.decode.drafter import EagleDrafter, _Levels
 from aquiline.decode.engine import Engine, Limits, Request
-from aquiline.decode.tree import Tree, flatten
+from aquiline.decode.tree import Tree, TreeBuilder, flatten
 from aquiline.model import backend, machine
 from aquiline.model.backend import Weights
 from tests.conftest import tiny_draft, tiny_target
@@ -341,12 +342,55 @@ def test_switched_off_or_on_another_cpu_there_is_no_kernel_and_no_word(unbuilt, 
 
 
 @needs_kernel
+@needs_kernel
+@pytest.mark.parametrize(("dtype", "tiles"), WAYS, indirect=["tiles"])
+@pytest.mark.parametrize("switches", [{}, {"norm_output": True, "own_embedding": True, "norm_before_residual": True}])
+def test_trees_grown_in_the_kernel_are_those_of_the_builder(dtype, tiles, switches, monkeypatch):
+    target = tiny_target().to(dtype)
+    draft = tiny_draft(target, **switches).to(dtype)
+    engine = Engine(target.pack(), draft.pack(), max_batch=4)
+    compared = []
+
+    def grow(drafter, rows, configs):
+        levels = _Levels(drafter, rows)
+        trees = levels.trees(configs)
+        builder = TreeBuilder(configs, draft.vocab.target_ids_W)
+        level = builder.extend(*levels.first(builder.top_k))
+        while level is not None:
+            level = builder.extend(*levels.run(level, builder.top_k))
+        for one, other in zip(trees, builder.rerank(), strict=True):
+            for name in ("tokens_N", "parents_N", "depths_N", "scores_N"):
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+            compared.append(len(one))
+        return trees
+
+    monkeypatch.setattr(EagleDrafter, "_grow", grow)
+    shapes = ["6:8:60", "1:3:2", "4:1:4", "3:50:9"]  # the last one wider than the draft's vocabulary
+    requests = [
+        Request(prompt(n, n)[0].tolist(), limits=Limits(12), tree=TreeConfig.parse(shape))
+        for n, shape in zip((3, 33, 18, 7), shapes, strict=True)
+    ]
+    engine.run(requests)
+    assert {60, 2, 4, 9} <= set(compared)
+
+
+@needs_kernel
+def test_a_draft_that_cannot_score_makes_no_node_in_the_kernel():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    with torch.no_grad():
+        draft.lm_head.weight[7] = torch.nan
+    engine = Engine(target.pack(), draft.pack())
+    request = Request(prompt(5)[0].tolist(), limits=Limits(6), tree=TreeConfig(3, 2, 5))
+    assert engine.run([request])[0].trees == {(0, 0): 5}
+
+
 def test_the_kernel_is_compiled_once_and_again_when_its_source_changes_or_the_file_is_damaged(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "kernel.cpp"
     lines = [
         "#include <cstdint>",
-        'extern "C" { int aq_forward() { return 0; } int aq_linear() { return 0; }',
+        'extern "C" { int aq_forward() { return 0; } int aq_linear() { return 0; } int aq_grow() { return 0; }',
         f"void aq_sizes(int64_t* n) {{ {' '.join(f'n[{i}] = {size};' for i, size in enumerate(_sizes()))} }} }}",
     ]
     source.write_text("\n".join(lines))
@@ -374,7 +418,8 @@ def test_the_kernel_is_compiled_once_and_again_when_its_source_changes_or_the_fi
 
 
 def _sizes():
-    return [ctypes.sizeof(s) for s in (backend._Linear, backend._Layer, backend._Model, backend._Pass)]
+    names = ("_Linear", "_Layer", "_Model", "_Pass", "_Growth")
+    return [ctypes.sizeof(getattr(backend, name)) for name in names]
 
 
 def test_of_several_openmp_runtimes_pytorchs_own_is_taken(monkeypatch, tmp_path):

@@ -118,7 +118,7 @@ def test_scripted_acceptance_leaves_both_caches_as_a_fresh_prefill(batch):
     prompts = [prompt(n, seed) for seed, n in enumerate((7, 3, 12))][:batch]
     plain = decode(target, None, prompts, limit=60)
     continuation = {tuple(p): r.output_ids for p, r in zip(prompts, plain, strict=True)}
-    inner = EagleDrafter(draft, target.embed, batch, 256)
+    inner = EagleDrafter(draft, target.model.embed_tokens, batch, 256)
     scripted = Scripted(inner, continuation, SHAPES)
     engine = Engine(target, scripted, max_batch=batch)
     requests = [engine.submit(Request(p, limits=Limits(60), tree=TreeConfig(5, 5, 10))) for p in prompts]
@@ -215,7 +215,7 @@ def test_stop_inside_an_accepted_run_ends_the_text_there():
     stop = text[at]
     assert stop not in text[:at]
     for limit in (at + 1, 40):  # a stop beats the limit reached by the same token
-        inner = EagleDrafter(draft, target.embed, 1, 256)
+        inner = EagleDrafter(draft, target.model.embed_tokens, 1, 256)
         engine = Engine(target, Scripted(inner, {tuple(p): text}, [([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4])]))
         r = Request(p, limits=Limits(limit, frozenset({stop})), tree=TreeConfig(5, 1, 5))
         engine.run([r])

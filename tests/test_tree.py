@@ -199,10 +199,11 @@ def test_mask_and_positions_equal_brute_force() -> None:
     trees = [random_tree(rng, n) for n in range(40)] + [Tree.from_paths([range(n)]) for n in (1, 2, 3, 4, 5, 33)]
     for tree in trees:
         sees = ancestors(tree)
-        mask = tree.mask()
+        flat = flatten([tree], [3], [7])
+        mask = flat.mask_BNN[0]
         assert mask.dtype == torch.bool
         assert mask.tolist() == [[j in row for j in range(1 + len(tree))] for row in sees]
-        assert tree.positions(7).tolist() == [7 + len(row) - 1 for row in sees]
+        assert flat.positions_BN.tolist() == [[7 + len(row) - 1 for row in sees]]
 
 
 def test_flatten_pads_without_showing_it() -> None:
@@ -214,8 +215,9 @@ def test_flatten_pads_without_showing_it() -> None:
     for b, tree in enumerate(trees):
         n = 1 + len(tree)
         assert flat.ids_BN[b, :n].tolist() == [11 + b, *tree.tokens_N.tolist()]
-        assert torch.equal(flat.positions_BN[b, :n], tree.positions(20 + 10 * b))
-        assert torch.equal(flat.mask_BNN[b, :n, :n], tree.mask())
+        alone = flatten([tree], [11 + b], [20 + 10 * b])
+        assert torch.equal(flat.positions_BN[b, :n], alone.positions_BN[0])
+        assert torch.equal(flat.mask_BNN[b, :n, :n], alone.mask_BNN[0])
         assert not flat.mask_BNN[b, :n, n:].any()
         for pad in range(n, 10):
             assert flat.mask_BNN[b, pad].nonzero()[:, 0].tolist() == [0, pad]

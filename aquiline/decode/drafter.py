@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aquiline.config import TreeConfig
 from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Floats, Mood, descending
@@ -93,11 +93,14 @@ class EagleDrafter:
 
     def _grow(self, rows: list[Row], configs: list[TreeConfig]) -> list[Tree]:
         """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made."""
+        levels = _Levels(self, rows)
+        trees = levels.trees(configs)
+        if trees is not None:
+            return trees
         builder = TreeBuilder(configs, self.model.vocab.target_ids_W)
-        levels = _Levels(self, rows, builder.top_k)
-        level = builder.extend(*levels.first())
+        level = builder.extend(*levels.first(builder.top_k))
         while level is not None:
-            level = builder.extend(*levels.run(level))
+            level = builder.extend(*levels.run(level, builder.top_k))
         return builder.rerank()
 
     def _grow_what_pays(
@@ -119,8 +122,8 @@ class EagleDrafter:
             self.model.vocab.target_ids_W,
             lambda steps, depth: chooser.chances_of_children(steps, depth, moods),
         )
-        levels, ran = _Levels(self, rows, builder.top_k), [new]
-        top, parents_BK = levels.first(), np.ones((len(rows), 1))
+        levels, ran = _Levels(self, rows), [new]
+        top, parents_BK = levels.first(builder.top_k), np.ones((len(rows), 1))
         deepest, widest = max(config.depth for config in configs), configs[0].top_k
         made: list[Floats] = []
         for depth in range(1, deepest + 1):
@@ -136,7 +139,7 @@ class EagleDrafter:
             laps.append(time.perf_counter())
             ran.append(width)
             parents_BK, spent = runnable_BK[:, :width], spent + level(width)
-            top = levels.run(builder.next_level(width))
+            top = levels.run(builder.next_level(width), builder.top_k)
         trees = builder.rerank()
         laps.append(time.perf_counter())
         for number, (began, ended) in enumerate(itertools.pairwise(laps)):
@@ -191,6 +194,12 @@ class EagleDrafter:
         return self.model.embed(ids, self._target_embed)
 
     @property
+    def embedding(self) -> Tensor | None:
+        """The table that `embed` reads, `[V, H]`, where it is one."""
+        rows = self._target_embed if self.model.embed_tokens is None else self.model.embed_tokens
+        return rows.weight if isinstance(rows, nn.Embedding) else None
+
+    @property
     def _device(self) -> torch.device:
         return self.model.vocab.target_ids_W.device
 
@@ -205,22 +214,33 @@ class EagleDrafter:
 
 
 class _Levels:
-    """The draft's passes of one cycle: the real rows first, then level by level."""
+    """The draft's passes of one cycle: the real rows, already here, then level by level."""
 
-    def __init__(self, drafter: EagleDrafter, rows: list[Row], top_k: int) -> None:
-        self._drafter, self._rows, self._top_k = drafter, rows, top_k
-        self._slots = [row.slot for row in rows]
+    def __init__(self, drafter: EagleDrafter, rows: list[Row]) -> None:
+        self._drafter, self._slots = drafter, [row.slot for row in rows]
+        self._feature_BKH, self._hidden_BH = drafter.catch_up(rows)
         self._tree_keys_values: tuple[Tensor, Tensor] | None = None
-
-    def first(self) -> tuple[Tensor, Tensor]:
-        """The most likely draft ids behind the last real row: log-probabilities and ids `[B, C]`."""
-        drafter = self._drafter
-        self._feature_BKH, hidden_BH = drafter.catch_up(self._rows)
-        last_rows = [[drafter.cache.lengths[s] - 1] for s in self._slots]
+        last_rows = [[drafter.cache.lengths[slot] - 1] for slot in self._slots]
         self._last_row_B1 = torch.tensor(last_rows, device=self._feature_BKH.device)
-        return drafter.model.top(hidden_BH, self._top_k)
 
-    def run(self, level: Level) -> tuple[Tensor, Tensor]:
+    def trees(self, configs: list[TreeConfig]) -> list[Tree] | None:
+        """The whole trees, all levels in one call of the kernel; None where that cannot be."""
+        drafter, limits = self._drafter, [(c.depth, c.top_k, c.num_nodes) for c in configs]
+        embedding = drafter.embedding
+        if embedding is None:
+            return None
+        states = self._feature_BKH[:, 0], self._hidden_BH
+        grown = drafter.model.grow(embedding, *states, limits, drafter.cache, self._slots)
+        if grown is None:
+            return None
+        *parts, counts = grown
+        return [Tree(*(part[b, :n] for part in parts)) for b, n in enumerate(counts)]
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` most likely draft ids behind the last real row: log-probabilities and ids `[B, C]`."""
+        return self._drafter.model.top(self._hidden_BH, count)
+
+    def run(self, level: Level, count: int) -> tuple[Tensor, Tensor]:
         """The same behind the nodes of a level, `[B, K, C]`."""
         drafter = self._drafter
         parents = level.feature_rows_BK[..., None].expand(-1, -1, self._feature_BKH.shape[-1])
@@ -238,7 +258,7 @@ class _Levels:
             new = (torch.cat((earlier[0], new[0]), 3), torch.cat((earlier[1], new[1]), 3))
         self._tree_keys_values = new
         self._feature_BKH = out.feature_BNH
-        return drafter.model.top(out.hidden_BNH, self._top_k)
+        return drafter.model.top(out.hidden_BNH, count)
 
 
 def _chances(log_chances: Tensor) -> Floats:

@@ -116,7 +116,7 @@ class Engine:
         self.cache = target.new_cache(max_batch, self.context, cache_tokens)
         self.drafter: Drafter | None
         if isinstance(draft, Draft):
-            self.drafter = EagleDrafter(draft, target.embed, max_batch, self.context, cache_tokens)
+            self.drafter = EagleDrafter(draft, target.model.embed_tokens, max_batch, self.context, cache_tokens)
         elif isinstance(draft, str):
             require(draft == "ngram", f"draft {draft!r} is not known to the engine; give a head or 'ngram'")
             self.drafter = NgramDrafter(target.device)

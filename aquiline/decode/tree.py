@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from aquiline.config import TreeConfig
 
@@ -81,38 +80,19 @@ class Tree:
         steps_N = None if self.steps_N is None else self.steps_N[:n]
         return Tree(self.tokens_N[:n], self.parents_N[:n], self.depths_N[:n], self.scores_N[:n], steps_N)
 
-    def mask(self) -> Tensor:
-        """Bool [1+N, 1+N], True = may attend; entry 0 is the root. A node sees the root, its ancestors and itself."""
-        return _ancestor_mask(self.parents_N[None])[0]
-
-    def positions(self, n: int) -> Tensor:
-        """int64 [1+N]: absolute positions of the root, which stands at `n`, and of the nodes."""
-        return torch.cat([self.depths_N.new_zeros(1), self.depths_N]) + n
-
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (or of ROOT) that carries `token`, if there is one."""
         return self._children.get((node, token))
 
     @cached_property
+    def on_host(self) -> list[list[int]]:
+        """Tokens, parents and depths: the one copy to the host."""
+        return torch.stack([self.tokens_N, self.parents_N, self.depths_N]).tolist() if len(self) else [[], [], []]
+
+    @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        parents, tokens = torch.stack([self.parents_N, self.tokens_N]).tolist()  # the one copy to the host
+        tokens, parents, _ = self.on_host
         return {key: node for node, key in enumerate(zip(parents, tokens, strict=True))}
-
-
-def _ancestor_mask(parents_BN: Tensor) -> Tensor:
-    """Bool [B, 1+N, 1+N] of trees whose parents are given, the root as entry 0."""
-    num_rows, num_nodes = parents_BN.shape
-    size = 1 + num_nodes
-    rows_B1 = torch.arange(num_rows, device=parents_BN.device)[:, None]
-    # entry 0 is its own parent, so walking up ends there
-    jump = torch.cat([parents_BN.new_zeros(num_rows, 1), parents_BN + 1], dim=1)
-    sees = torch.eye(size, dtype=torch.bool, device=parents_BN.device).expand(num_rows, size, size)
-    reach = 1  # `sees` holds the ancestors less than `reach` generations up, `jump` the one at exactly `reach`
-    while reach < size:
-        sees = sees | sees[rows_B1, jump]
-        jump = jump.gather(1, jump)
-        reach *= 2
-    return sees
 
 
 class Flat(NamedTuple):
@@ -128,18 +108,23 @@ def flatten(trees: Sequence[Tree], last_tokens: Sequence[int], positions: Sequen
 
     Padding repeats the root's token and position and sees the root and itself; no other entry sees it.
     """
-    ids_B1, positions_B1 = torch.tensor([list(last_tokens), list(positions)], device=trees[0].tokens_N.device)[
-        ..., None
-    ]
-    parents_BN = pad_sequence([t.parents_N for t in trees], batch_first=True, padding_value=ROOT)
-    depths_BN = pad_sequence([t.depths_N for t in trees], batch_first=True)
-    tokens_BN = pad_sequence([t.tokens_N for t in trees], batch_first=True)
-    tokens_BN = torch.where(depths_BN > 0, tokens_BN, ids_B1)
-    return Flat(
-        torch.cat([ids_B1, tokens_BN], dim=1),
-        torch.cat([positions_B1, positions_B1 + depths_BN], dim=1),
-        _ancestor_mask(parents_BN),
-    )
+    size = 1 + max(map(len, trees))
+    all_ids, all_positions, seen = [], [], bytearray()
+    # Lists and bytes: behind a pass, which has emptied the CPU's caches, each kind of operator costs more than all this.
+    for tree, root, at in zip(trees, last_tokens, positions, strict=True):
+        tokens, parents, depths = tree.on_host
+        padding = size - 1 - len(tree)
+        all_ids.append([root, *tokens, *[root] * padding])
+        all_positions.append([at, *[at + depth for depth in depths], *[at] * padding])
+        sees = [bytearray(size)]
+        sees[0][0] = 1
+        for i, parent in enumerate([*parents, *[ROOT] * padding], 1):
+            sees.append(bytearray(sees[1 + parent]))
+            sees[i][i] = 1
+        seen += b"".join(sees)
+    device = trees[0].tokens_N.device
+    ids_BN, positions_BN = torch.tensor([all_ids, all_positions]).to(device)
+    return Flat(ids_BN, positions_BN, torch.frombuffer(seen, dtype=torch.bool).view(-1, size, size).to(device))
 
 
 class Level(NamedTuple):

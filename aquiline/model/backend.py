@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,17 @@ class _Pass(ctypes.Structure):
     ]
 
 
+class _Growth(ctypes.Structure):
+    _fields_ = [
+        ("head", ctypes.POINTER(_Linear)),
+        *((n, ctypes.c_void_p) for n in ("embedding", "target_ids", "feature", "hidden", "positions")),
+        *((n, ctypes.POINTER(ctypes.c_int32)) for n in ("depth", "top_k", "nodes")),
+        *((n, ctypes.c_int32) for n in ("norm_output", "room")),
+        *((n, ctypes.c_void_p) for n in ("tokens", "parents", "depths", "scores")),
+        ("made", ctypes.POINTER(ctypes.c_int32)),
+    ]
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None: it is switched off (AQUILINE_KERNEL=off), the CPU is none it is written for, or it
@@ -166,10 +178,12 @@ def _opened(path: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_int
     lib.aq_forward.argtypes = [pointer, pointer]
+    lib.aq_grow.argtypes = [pointer, pointer, pointer]
     lib.aq_linear.argtypes = [pointer, pointer, ctypes.c_int64, number, number, *[pointer] * 3, number, number]
-    sizes = (ctypes.c_int64 * 4)()
+    structures = (_Linear, _Layer, _Model, _Pass, _Growth)
+    sizes = (ctypes.c_int64 * len(structures))()
     lib.aq_sizes(sizes)
-    ours = [ctypes.sizeof(s) for s in (_Linear, _Layer, _Model, _Pass)]
+    ours = [ctypes.sizeof(s) for s in structures]
     if list(sizes) != ours:
         raise OSError(f"its structures are {list(sizes)} bytes long, expected {ours}")
     return lib
@@ -391,23 +405,11 @@ class Decoder:
             )
         aux = torch.empty(B, N, len(self._captured) * D, dtype=self.dtype)
         feature, last = torch.empty(2, B, N, D, dtype=self.dtype)
-        past_keys: Tensor | None = None
-        past_values: Tensor | None = None
-        lengths, offsets, strides = [0] * B, [0] * B, (0, 0)
-        if cache is not None and slots is not None:
-            past_keys, past_values = cache.keys_LGSE, cache.values_LGSE  # held: a cache that grows makes new ones
-            shape, stride = past_keys.shape, past_keys.stride()
-            _fits(len(slots) == B, f"{len(slots)} slots for {B} rows")
-            _fits(past_keys.dtype == self.dtype and past_keys.device.type == "cpu", f"a cache of {past_keys.dtype}")
-            _fits((shape[0], shape[1], shape[3]) == (L, G, E) and stride[2:] == (E, 1), f"a cache of {tuple(shape)}")
-            lengths, offsets = [cache.lengths[s] for s in slots], [cache.starts[s] * E for s in slots]
-            strides = (stride[0], stride[1])
         done = lib.aq_forward(
             ctypes.byref(self._model),
             ctypes.byref(
                 _Pass(
-                    *map(_pointer, (residual, embeds, positions, past_keys, past_values)),
-                    (ctypes.c_int64 * B)(*offsets), (ctypes.c_int32 * B)(*lengths), *strides,
+                    *map(_pointer, (residual, embeds, positions)), *self._past(cache, slots, B),
                     _pointer(mask), 0 if mask is None or len(mask) == 1 else N * own,
                     _pointer(keys), _pointer(values), B, N, own,
                     _pointer(self._captured), len(self._captured), torch.get_num_threads(),
@@ -417,6 +419,62 @@ class Decoder:
         )  # fmt: skip
         _check_memory(done)
         return DecoderOutput(feature, last, aux, keys[..., earlier:, :], values[..., earlier:, :])
+
+    def _past(self, cache: KVCache | None, slots: list[int] | None, rows: int) -> list[Any]:
+        """What a pass is told of the cache: keys, values, per row offset and length, strides of layers and heads."""
+        lengths, offsets = (ctypes.c_int32 * rows)(), (ctypes.c_int64 * rows)()
+        if cache is None or slots is None:
+            return [None, None, offsets, lengths, 0, 0]
+        L, G, E, _ = self._shape
+        keys = cache.keys_LGSE
+        shape, stride = keys.shape, keys.stride()
+        _fits(len(slots) == rows, f"{len(slots)} slots for {rows} rows")
+        _fits(keys.dtype == self.dtype and keys.device.type == "cpu", f"a cache of {keys.dtype}")
+        _fits((shape[0], shape[1], shape[3]) == (L, G, E) and stride[2:] == (E, 1), f"a cache of {tuple(shape)}")
+        lengths[:], offsets[:] = [cache.lengths[s] for s in slots], [cache.starts[s] * E for s in slots]
+        return [keys.data_ptr(), cache.values_LGSE.data_ptr(), offsets, lengths, stride[0], stride[1]]
+
+    def grow(
+        self,
+        head: Weights,
+        embedding_VD: Tensor,
+        target_ids_W: Tensor,
+        feature_BD: Tensor,
+        hidden_BD: Tensor,
+        limits: Sequence[tuple[int, int, int]],
+        cache: KVCache,
+        slots: list[int],
+        norm_output: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
+        """Trees of B rows behind the last tokens of the cache, as `TreeBuilder` (tree.py) makes them.
+
+        `limits`: depth, top-k and nodes of each row. Returns tokens, parents, depths and scores, `[B, *]`, and how many
+        nodes each row has.
+        """
+        lib = library()
+        assert lib is not None
+        B, room = len(slots), max(nodes for _, _, nodes in limits)
+        D, width = self._shape[3], min(max(k for _, k, _ in limits), len(target_ids_W))
+        states = [x.detach().to(self.dtype).contiguous() for x in (feature_BD, hidden_BD)]
+        _fits(all(x.shape == (B, D) for x in states), f"states {states[0].shape} for {B} rows of width {D}")
+        _fits(embedding_VD.dtype == self.dtype and embedding_VD.shape[1] == D, f"embeddings {embedding_VD.shape}")
+        _fits(embedding_VD.is_contiguous() and target_ids_W.is_contiguous(), "strided embeddings or ids")
+        _fits(head.struct.out == len(target_ids_W) and target_ids_W.dtype == torch.int64, "ids of another head")
+        _fits(all(depth >= 1 and k >= 1 and nodes >= 1 for depth, k, nodes in limits), f"limits {limits}")
+        depth, top_k, nodes, made = ((ctypes.c_int32 * B)() for _ in range(4))
+        depth[:], nodes[:] = [d for d, _, _ in limits], [n for _, _, n in limits]
+        top_k[:] = [min(k, width) for _, k, _ in limits]
+        positions = torch.tensor([cache.lengths[slot] - 1 for slot in slots])
+        tokens, parents, depths = torch.empty(3, B, room, dtype=torch.int64)
+        scores = torch.empty(B, room)
+        cached = _Pass(None, None, None, *self._past(cache, slots, B))
+        cached.rows, cached.threads = B, torch.get_num_threads()
+        growth = _Growth(
+            ctypes.pointer(head.struct), *map(_pointer, (embedding_VD, target_ids_W, *states, positions)),
+            depth, top_k, nodes, norm_output, room, *map(_pointer, (tokens, parents, depths, scores)), made,
+        )  # fmt: skip
+        _check_memory(lib.aq_grow(ctypes.byref(self._model), ctypes.byref(cached), ctypes.byref(growth)))
+        return tokens, parents, depths, scores, list(made)
 
 
 def _fits(condition: bool, what: str) -> None:

@@ -12,7 +12,7 @@ Shapes: B rows, N tokens, H width of the draft, A width of aux, W draft vocabula
 Source: EAGLE-3 (arXiv 2503.01840), section 3.1; the switches are those of the engines that load such heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,23 @@ class Draft(nn.Module):
         if self._head is not None:
             return self._head.top(hidden, count)
         return torch.log_softmax(self.logits(hidden), dim=-1).topk(count)
+
+    def grow(
+        self,
+        embedding_VH: Tensor,
+        feature_BH: Tensor,
+        hidden_BH: Tensor,
+        limits: Sequence[tuple[int, int, int]],
+        cache: KVCache,
+        slots: list[int],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]] | None:
+        """What `Decoder.grow` returns; None where the kernel cannot do it: then `TreeBuilder` does."""
+        if self._decoder is None or self._head is None or embedding_VH.dtype != self.dtype:
+            return None
+        return self._decoder.grow(
+            self._head, embedding_VH, self.vocab.target_ids_W, feature_BH, hidden_BH, limits, cache, slots,
+            self.config.norm_output,
+        )  # fmt: skip
 
     def pack(self) -> "Draft":
         """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the

@@ -194,6 +194,20 @@ struct Pass {
   void *aux, *feature, *last;                   // [M, captured * D], [M, D] (the last layer's output), [M, D]
 };
 
+// A draft's trees behind its last real rows. Of a row's tree, at `room` times the row, `made` says how many nodes it has.
+struct Growth {
+  const Linear* head;
+  const void* embedding;                 // of all tokens, [V, D]
+  const int64_t* target_ids;             // of the draft's ids
+  const void *feature, *hidden;          // [B, D], of the last real rows
+  const int64_t* positions;              // [B], likewise
+  const int32_t *depth, *top_k, *nodes;  // [B], the limits of each tree, at least 1
+  int32_t norm_output, room;
+  int64_t *tokens, *parents, *depths;    // [B, room]; a parent of -1 is the root
+  float* scores;                         // [B, room]
+  int32_t* made;                         // [B]
+};
+
 }  // extern "C"
 
 namespace {
@@ -290,7 +304,11 @@ inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, floa
     for (__m512& a : of_block) a = _mm512_setzero_ps();
   for (int64_t k = 0; k < in; k += 2) {
     __m512bh weights[B];
-    for (int b = 0; b < B; b++) weights[b] = (__m512bh)_mm512_loadu_si512(w + (b * in + k) * kBlock);
+    for (int b = 0; b < B; b++) {
+      const bf16* at = w + (b * in + k) * kBlock;
+      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(at + B * in * kBlock), _MM_HINT_T1);  // the blocks to come
+      weights[b] = (__m512bh)_mm512_loadu_si512(at);
+    }
     for (int r = 0; r < R; r++) {
       int pair;
       std::memcpy(&pair, x + r * ldx + k, 4);
@@ -933,6 +951,146 @@ void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tile
   }
 }
 
+// ------------------------------------------------------------ trees
+
+// Growth and re-ranking of EAGLE-2, as TreeBuilder (tree.py) does them, which says what is what. A node with a score of
+// -infinity, which that one drops in the end, is not made here.
+template <typename T>
+class Grower {
+ public:
+  Grower(const Model& model, const Pass& pass, const Growth& growth)
+      : m(model), cache(pass), g(growth), B(pass.rows), D(model.width),
+        K(*std::max_element(growth.top_k, growth.top_k + pass.rows)), rows(size_t(pass.rows)) {}
+
+  void run() {
+    const T *hidden = static_cast<const T*>(g.hidden), *at = static_cast<const T*>(g.feature);
+    int64_t deepest = *std::max_element(g.depth, g.depth + B);
+    feature.assign(at, at + B * D);
+    for (Row& row : rows) row.ran.assign(1, -1), row.sees.assign(1, {});
+    expand(hidden, 1);
+    for (depth = 1, width = 1; depth < deepest; depth++, width = K) {
+      for (int64_t b = 0; b < B; b++) choose(b);
+      run_level();
+      expand(last.data(), K);
+    }
+    for (int64_t b = 0; b < B; b++) rerank(b);
+  }
+
+ private:
+  struct Node {
+    int64_t token, parent, depth;
+    size_t place;  // of its parent among the nodes run with that one
+    float score;
+  };
+  struct Row {
+    std::vector<Node> nodes;                 // in order of creation
+    size_t latest = 0;                       // the first one of the last level made
+    std::vector<int64_t> ran;                // the nodes run last
+    std::vector<std::vector<uint8_t>> sees;  // of each of them: which of all nodes run it may attend to
+  };
+
+  // Children of the nodes run last, of each row's `places` one after the other.
+  void expand(const T* hidden, int64_t places) {
+    std::vector<int64_t> ids(size_t(B * places * K));
+    std::vector<float> steps(ids.size());
+    bool tiles = m.bf16_weights && m.tiles && tiles_granted;
+    linear(*g.head, hidden, B * places, m.bf16_weights, tiles, nullptr, ids.data(), steps.data(), int(K), cache.threads);
+    for (int64_t b = 0; b < B; b++) {
+      Row& row = rows[size_t(b)];
+      row.latest = row.nodes.size();
+      for (size_t place = 0; place < row.ran.size(); place++)
+        for (int64_t child = 0; child < g.top_k[b]; child++) {
+          size_t at = size_t((b * places + int64_t(place)) * K + child);
+          int64_t parent = row.ran[place];
+          float score = (parent < 0 ? 0.0f : row.nodes[size_t(parent)].score) + std::min(steps[at], 0.0f);
+          if (score > -std::numeric_limits<float>::infinity())
+            row.nodes.push_back({g.target_ids[ids[at]], parent, depth + 1, place, score});
+        }
+    }
+  }
+
+  std::vector<int64_t> best(const Row& row, size_t from, int32_t count) const {
+    std::vector<int64_t> order;
+    for (size_t i = from; i < row.nodes.size(); i++) order.push_back(int64_t(i));
+    std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {
+      return row.nodes[size_t(i)].score > row.nodes[size_t(j)].score;
+    });
+    order.resize(std::min(order.size(), size_t(count)));
+    return order;
+  }
+
+  // The nodes to run next.
+  void choose(int64_t b) {
+    Row& row = rows[size_t(b)];
+    row.ran.clear();
+    if (depth < g.depth[b]) row.ran = best(row, row.latest, g.top_k[b]);
+    std::vector<std::vector<uint8_t>> sees;
+    for (size_t i = 0; i < row.ran.size(); i++) {
+      sees.push_back(row.sees[row.nodes[size_t(row.ran[i])].place]);
+      sees.back().resize(size_t(depth * K), 0);
+      sees.back()[size_t((depth - 1) * K) + i] = 1;
+    }
+    row.sees = std::move(sees);
+  }
+
+  // One pass over the nodes chosen; a row with fewer than K has idle ones behind, which see themselves.
+  void run_level() {
+    int64_t own = depth * K, M = B * K, per_token = m.num_layers * m.kv_heads * m.head_dim;
+    std::vector<T> residual(size_t(M * D)), embeds(size_t(M * D)), next(size_t(M * D));
+    std::vector<T> new_keys(size_t(B * own * per_token)), new_values(new_keys.size());
+    std::vector<int64_t> positions(static_cast<size_t>(M));
+    std::vector<uint8_t> mask(size_t(M * own), 0);
+    for (int64_t b = 0; b < B; b++)
+      for (int64_t i = 0; i < K; i++) {
+        const Row& row = rows[size_t(b)];
+        int64_t token = b * K + i;
+        positions[size_t(token)] = g.positions[b] + depth;
+        mask[size_t(token * own + own - K + i)] = 1;
+        if (i >= int64_t(row.ran.size())) continue;
+        const Node& node = row.nodes[size_t(row.ran[size_t(i)])];
+        std::copy(row.sees[size_t(i)].begin(), row.sees[size_t(i)].end(), mask.begin() + token * own);
+        std::copy_n(&feature[size_t((b * width + int64_t(node.place)) * D)], D, &residual[size_t(token * D)]);
+        std::copy_n(static_cast<const T*>(g.embedding) + node.token * D, D, &embeds[size_t(token * D)]);
+      }
+    int64_t earlier = (own - K) * m.head_dim, all = own * m.head_dim;
+    for (int64_t i = 0; earlier && i < m.num_layers * B * m.kv_heads; i++) {
+      std::copy_n(&keys[size_t(i * earlier)], earlier, &new_keys[size_t(i * all)]);
+      std::copy_n(&values[size_t(i * earlier)], earlier, &new_values[size_t(i * all)]);
+    }
+    keys.swap(new_keys), values.swap(new_values);
+    last.resize(size_t(M * D));
+    Pass p = cache;
+    p.residual = residual.data(), p.embeds = embeds.data(), p.positions = positions.data();
+    p.mask = mask.data(), p.mask_row_stride = K * own;
+    p.own_keys = keys.data(), p.own_values = values.data();
+    p.tokens = int32_t(K), p.own = int32_t(own);
+    p.feature = next.data(), p.last = last.data();
+    Runner<T>(m, p).run();
+    feature = g.norm_output ? last : std::move(next);
+  }
+
+  void rerank(int64_t b) const {
+    const Row& row = rows[size_t(b)];
+    std::vector<int64_t> order = best(row, 0, g.nodes[b]), place(row.nodes.size());
+    g.made[b] = int32_t(order.size());
+    for (size_t i = 0; i < order.size(); i++) {
+      const Node& node = row.nodes[size_t(order[i])];
+      size_t at = size_t(b) * size_t(g.room) + i;
+      place[size_t(order[i])] = int64_t(i);
+      g.tokens[at] = node.token, g.depths[at] = node.depth, g.scores[at] = node.score;
+      g.parents[at] = node.parent < 0 ? -1 : place[size_t(node.parent)];
+    }
+  }
+
+  const Model& m;
+  const Pass& cache;
+  const Growth& g;
+  const int64_t B, D, K;
+  int64_t depth = 0, width = 1;  // of the nodes run last; of what `feature` holds of a row
+  std::vector<Row> rows;
+  std::vector<T> feature, last, keys, values;
+};
+
 }  // namespace
 
 extern "C" {
@@ -944,15 +1102,24 @@ int aq_request_tiles() {
   return tiles_granted;
 }
 
-// Sizes of Linear, Layer, Model, Pass, which the caller lays out again.
+// Sizes of Linear, Layer, Model, Pass, Growth, which the caller lays out again.
 void aq_sizes(int64_t* out) {
-  out[0] = sizeof(Linear), out[1] = sizeof(Layer), out[2] = sizeof(Model), out[3] = sizeof(Pass);
+  for (size_t size : {sizeof(Linear), sizeof(Layer), sizeof(Model), sizeof(Pass), sizeof(Growth)}) *out++ = int64_t(size);
 }
 
 // 0, or 1 when there is no memory.
 int aq_forward(const Model* model, const Pass* pass) try {
   if (model->bf16_weights) Runner<bf16>(*model, *pass).run();
   else Runner<float>(*model, *pass).run();
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+// Trees of as many rows as the pass has; of that only what it says of the cache, and of threads, is read.
+int aq_grow(const Model* model, const Pass* cache, const Growth* growth) try {
+  if (model->bf16_weights) Grower<bf16>(*model, *cache, *growth).run();
+  else Grower<float>(*model, *cache, *growth).run();
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
