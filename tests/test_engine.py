@@ -623,6 +623,20 @@ def test_the_youngest_gives_way_when_the_cache_is_full_and_loses_nothing(tree):
         assert r.finish_reason == "length"
 
 
+def test_a_cache_with_no_token_to_spare_is_not_outgrown_when_everything_is_accepted():
+    target = tiny_target()
+    prompts = [prompt(10, seed) for seed in (1, 2)]
+    plain = decode(target, None, prompts, limit=30)
+    continuation = {tuple(p): r.output_ids for p, r in zip(prompts, plain, strict=True)}
+    for tokens in range(24, 48):  # from room for one to room for both
+        inner = EagleDrafter(tiny_draft(target), target.model.embed_tokens, 2, 256, tokens)
+        engine = Engine(target, Scripted(inner, continuation, [([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4])]), 2, None, tokens)
+        requests = [Request(p, limits=Limits(15), tree=TreeConfig(5, 1, 5)) for p in prompts]
+        engine.run(requests)  # the cache asserts its bound
+        assert [r.output_ids for r in requests] == [r.output_ids[:15] for r in plain]
+        assert all(max(r.cycle_lengths) == 6 for r in requests)
+
+
 def test_a_request_that_can_never_fit_is_refused():
     engine = Engine(tiny_target(), max_batch=4, context=60, cache_tokens=40)
     with pytest.raises(UserError, match="prompt of 30 tokens and a reply of up to 12 do not fit into a cache of 40"):

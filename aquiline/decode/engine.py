@@ -180,7 +180,7 @@ class Engine:
             return self._step()
         except BaseException:
             for request, row in self._running:
-                self._finish(request, row, "cancelled", keep=False)
+                self._finish(request, row, "cancelled")
             self.forget()
             raise
 
@@ -378,15 +378,15 @@ class Engine:
         row.sampler.commit(tokens)
         return len(tokens)
 
-    def _finish(self, request: Request, row: Row | None, reason: str, *, keep: bool = True) -> None:
-        """`row` of a request that runs; what it has cached is kept for others unless told otherwise."""
+    def _finish(self, request: Request, row: Row | None, reason: str) -> None:
+        """`row` of a request that runs; what it has cached stays, for others."""
         request.finish_reason = reason
         request.finished_at = time.perf_counter()
         if reason != "stop":
             assert request.matcher is not None
             request.matcher.finish()
         if row is not None:
-            self._slots.leave(row, keep=keep)
+            self._slots.leave(row, keep=True)
             self._running = [pair for pair in self._running if pair[0] is not request]
 
 
