@@ -245,8 +245,8 @@ class TreeConfig:
 
 
 REFERENCE_TREE = TreeConfig(6, 8, 60)  # the tree by which tau is judged
-DEFAULT_TREE = TreeConfig(2, 4, 7)  # docs/results.md; what decoding uses unless told otherwise
 AUTO_TREE = TreeConfig(8, 8, 63, auto=True)  # what a step costs and gains decides
+DEFAULT_TREE = AUTO_TREE  # what decoding uses unless told otherwise
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """The compiled kernel: equal to PyTorch within rounding, and to itself bit for bit, whatever else is in the pass."""
 
 import ctypes
+from collections import Counter
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from aquiline.config import AquilineWarning, SamplingConfig, TreeConfig
-from aquiline.decode.drafter import EagleDrafter, _Levels
+from aquiline.decode.drafter import _Levels
 from aquiline.decode.engine import Engine, Limits, Request
-from aquiline.decode.tree import Tree, TreeBuilder, flatten
+from aquiline.decode.tree import Tree, flatten
 from aquiline.model import backend, machine
 from aquiline.model.backend import Weights
 from tests.conftest import tiny_draft, tiny_target
@@ -351,20 +352,17 @@ def test_trees_grown_in_the_kernel_are_those_of_the_builder(dtype, tiles, switch
     engine = Engine(target.pack(), draft.pack(), max_batch=4)
     compared = []
 
-    def grow(drafter, rows, configs):
-        levels = _Levels(drafter, rows)
-        trees = levels.trees(configs)
-        builder = TreeBuilder(configs, draft.vocab.target_ids_W)
-        level = builder.extend(*levels.first(builder.top_k))
-        while level is not None:
-            level = builder.extend(*levels.run(level, builder.top_k))
-        for one, other in zip(trees, builder.rerank(), strict=True):
+    def compare(levels, configs, worth=()):
+        ours, theirs = grow(levels, configs, worth), levels._grow_here(configs, worth)
+        for one, other in zip(ours[0], theirs[0], strict=True):
             for name in ("tokens_N", "parents_N", "depths_N", "scores_N"):
                 assert torch.equal(getattr(one, name), getattr(other, name)), name
             compared.append(len(one))
-        return trees
+        assert len(ours[1]) == len(theirs[1]) == max(config.depth for config in configs)
+        return ours
 
-    monkeypatch.setattr(EagleDrafter, "_grow", grow)
+    grow = _Levels.grow
+    monkeypatch.setattr(_Levels, "grow", compare)
     shapes = ["6:8:60", "1:3:2", "4:1:4", "3:50:9"]  # the last one wider than the draft's vocabulary
     requests = [
         Request(prompt(n, n)[0].tolist(), limits=Limits(12), tree=TreeConfig.parse(shape))
@@ -372,6 +370,35 @@ def test_trees_grown_in_the_kernel_are_those_of_the_builder(dtype, tiles, switch
     ]
     engine.run(requests)
     assert {60, 2, 4, 9} <= set(compared)
+
+
+@needs_kernel
+def test_levels_that_are_not_worth_it_are_not_run(monkeypatch):
+    target = tiny_target()
+    engine, reached = Engine(target.pack(), tiny_draft(target).pack(), max_batch=2), Counter()
+    grow = _Levels.grow
+
+    def compare(levels, configs, worth=()):
+        if len(configs) == 2:  # one row stops, the other goes on
+            whole = grow(levels, configs)[0]
+            both, seconds = grow(levels, configs, [[2.0] * 8, [0.0] * 8])
+            assert max(both[0].depths_N.tolist()) == 1
+            assert max(both[1].depths_N.tolist()) > 1 or configs[1].depth == 1
+            assert torch.equal(both[1].scores_N, whole[1].scores_N)
+            assert len(seconds) == configs[0].depth
+            return both, seconds
+        worth = [[0.15, 0.03, 0.006]]
+        ours, theirs = grow(levels, configs, worth), levels._grow_here(configs, worth)
+        assert torch.equal(ours[0][0].scores_N, theirs[0][0].scores_N)
+        assert len(ours[1]) == len(theirs[1])
+        reached[len(ours[1])] += 1
+        return ours
+
+    monkeypatch.setattr(_Levels, "grow", compare)
+    tree = TreeConfig(4, 3, 39)
+    engine.run([Request(prompt(5)[0].tolist(), limits=Limits(40), tree=tree)])
+    assert set(reached) == {1, 2, 3, 4}
+    engine.run([Request(prompt(5, n)[0].tolist(), limits=Limits(9), tree=tree) for n in (1, 2)])
 
 
 @needs_kernel

@@ -187,40 +187,33 @@ def test_as_many_nodes_as_pay_among_all_numbers_of_them():
 
 class TestCalibration:
     def test_begins_a_little_below_the_drafts_own(self):
-        log_probs = torch.tensor([0.5, 0.05]).log()
-        assert Calibration().log_chances(log_probs, 1).exp().tolist() == pytest.approx([0.45, 0.045])
+        assert Calibration().chances([1, 1], np.log([0.5, 0.05])) == pytest.approx([0.45, 0.045])
 
     def test_learns_by_depth_and_probability(self):
         made = Calibration()
-        generator = torch.Generator().manual_seed(0)
+        generator = np.random.default_rng(0)
         for _ in range(3000):
-            depths = torch.tensor([1, 1, 2])
-            probs = torch.tensor([0.5, 0.05, 0.5])
-            truth = torch.tensor([0.25, 0.1, 0.5])
             made.fade()
-            made.learn(depths, probs.log(), torch.rand(3, generator=generator) < truth)
-        assert made.log_chances(torch.tensor([0.5, 0.05]).log(), 1).exp().tolist() == pytest.approx(
-            [0.25, 0.1], rel=0.2
-        )
-        assert made.log_chances(torch.tensor([0.5]).log(), 2).exp().item() == pytest.approx(0.5, rel=0.2)
-        assert made.log_chances(torch.tensor([0.5]).log(), 3).exp().item() == pytest.approx(0.45)
-        assert bool((made.log_chances(torch.tensor([0.0, -torch.inf]), 9) <= 0).all())
+            accepted = generator.random(3) < [0.25, 0.1, 0.5]
+            made.learn([1, 1, 2], np.log([0.5, 0.05, 0.5]), accepted.nonzero()[0])
+        assert made.chances([1, 1], np.log([0.5, 0.05])) == pytest.approx([0.25, 0.1], rel=0.2)
+        assert made.chances([2, 3], np.log([0.5, 0.5])) == pytest.approx([0.5, 0.45], rel=0.2)
+        assert made.chances([9, 9], [0.0, -np.inf]) == [0.9, 0.0]
+        for _ in range(200):
+            made.learn([4], [0.0], [0])
+            made.learn([4], np.log([0.97]), [0])
+        assert made.chances([4], [0.0]) == [1.0]
 
-    def test_judged_are_the_nodes_whose_parents_were_accepted(self):
+    def test_of_a_verified_tree_all_nodes_are_judged(self):
         made = Chooser(costs(*CHEAP))
-        #        root -> 0 (accepted) -> 2 (not), root -> 1 (not) -> 3 (never judged)
-        tree = Tree.from_tokens([7, 8, 9, 9], [-1, -1, 0, 1], [-0.7, -0.9, -1.4, -1.6])
-        tree = Tree(
-            tree.tokens_N, tree.parents_N, tree.depths_N, tree.scores_N, torch.tensor([0.5, 0.4, 0.5, 0.5]).log()
-        )
+        #        root -> 0 (accepted) -> 2 (not), root -> 1 (not) -> 3 (not)
+        tree = Tree.from_tokens([7, 8, 9, 9], [-1, -1, 0, 1], np.log([0.5, 0.4, 0.25, 0.2]).tolist())
         mood = Mood()
         made.learn(tree, [0], mood)
         assert mood.accepted == 1
-        assert mood.expected == pytest.approx(0.9 * 1.4)
-        grown = made.calibration._expected.sum(1)
-        assert grown[:3].tolist() == pytest.approx([0.9, 0.5, 0.0], abs=1e-5)
-        gained = made.calibration._accepted
-        assert gained.sum().item() == pytest.approx(1.0, abs=1e-4)
+        assert mood.expected == pytest.approx(0.9 * 1.35)
+        assert [sum(row) for row in made.calibration._expected[:3]] == pytest.approx([0.9, 0.45, 0.0])
+        assert [sum(row) for row in made.calibration._accepted[:3]] == [1.0, 0.0, 0.0]
 
 
 class TestMood:
@@ -275,45 +268,41 @@ class TestMood:
         assert mood.trust > 0.75
 
 
-class TestNextWidth:
-    LEVEL = np.array([[0.8, 0.1]])
+class TestChooser:
+    def test_a_level_is_worth_its_price_in_tokens_over_what_it_brings(self):
+        made, mood = Chooser(costs(*CHEAP)), Mood()
+        made.gains = [0.5, 0.1, *made.gains[2:]]
+        assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([0.4, 2.0])
+        mood.rate = 3.0
+        assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([1.2, 6.0])
+        mood.expected = 2.0  # a text that is not trusted
+        assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([2.4, 12.0])
 
-    def width(self, points, children, level, mood=None):
-        made = Chooser(costs(*points))
-        for _ in range(200):
-            made.saw(np.full((1, 1, level.shape[1]), children), np.ones((1, 1)), 2, [Mood()])
-        V, c = made.costs.of("target", 1, 10).table(), made.costs.of("level", 1, 10)
-        return made.next_width(level, level, 1, 0.1, V, c, 1, [mood or Mood()])
-
-    def test_deeper_while_it_pays(self):
-        assert self.width(CHEAP, 0.4, self.LEVEL) > 0
-        assert self.width(DEAR, 0.4, self.LEVEL) == 0
-        assert self.width(CHEAP, 0.01, self.LEVEL) == 0
-        assert self.width(CHEAP, 0.4, self.LEVEL, Mood(expected=30.0)) == 0  # a text that is not trusted
-
-    def test_as_wide_as_pays(self):
-        flat = np.full((1, 8), 0.12)
-        assert self.width(({1: 1.0, 64: 1.0}, {1: 0.01, 8: 0.01}), 0.12, flat) == 8
-        assert self.width(({1: 1.0, 64: 1.0}, {1: 0.01, 2: 1.0, 8: 9.0}), 0.12, flat) == 1
-
-    def test_what_children_are_worth_is_learnt_by_rank_and_without_the_trust(self):
-        made = Chooser(costs(*CHEAP))
-        mood = Mood(expected=2.0)
-        assert mood.trust == 0.5
-        for _ in range(200):
-            made.saw(np.array([[[0.45, 0.05], [0.0, 0.0]]]), np.array([[1.0, 0.0]]), 2, [mood])
-        assert made.profile_DC[1] == pytest.approx([0.9, 0.1], abs=0.01)
-        assert made.profile_DC[0] == pytest.approx([0.5, 0.2])
+    def test_what_a_level_brings_is_learnt_and_forgotten(self):
+        made, V = Chooser(costs(*CHEAP)), np.ones(10)
+        #                        root -> 0 -> 1, root -> 2 -> 3
+        tree = Tree.from_tokens([7, 8, 9, 9], [-1, 0, -1, 2], np.log([0.5, 0.25, 0.2, 0.1]).tolist())
+        for _ in range(300):
+            assert made.nodes([tree], 2, V, 0.0, 1, [Mood()]) == 4
+        assert made.gains[:2] == pytest.approx([0.9 * (0.25 + 0.1) / 0.7, 0.5], abs=0.01)
+        for _ in range(300):  # room for two: without the level 0 and 2, with it 0 and 1
+            assert made.nodes([tree], 2, np.array([1, 1, 1, 1, 9, 9.0]), 0.0, 1, [Mood()]) == 2
+        assert made.gains[0] == pytest.approx(0.9 * (0.25 - 0.2) / 0.7, abs=0.01)
+        shallow = Tree.from_tokens([7], [-1], [-0.7])
+        for _ in range(300):  # it was run, and nothing of it was good enough for the tree
+            made.nodes([shallow], 2, V, 0.0, 1, [Mood()])
+        assert made.gains[0] == pytest.approx(0.0, abs=0.01)
         for _ in range(5000):
-            made.learn(Tree.empty(), [], mood)
-        assert made.profile_DC[1] == pytest.approx([0.5, 0.2], abs=0.01)  # forgotten
+            made.learn(Tree.empty(), [], Mood())
+        assert made.gains[0] == pytest.approx(0.5, abs=0.01)
 
-
-def test_the_chances_of_siblings_add_up_to_one_at_most():
-    made = Chooser(costs(*CHEAP))
-    made.calibration._accepted += 100.0
-    log_probs = torch.tensor([[[0.5, 0.4, 0.05]]]).log()
-    assert made.chances_of_children(log_probs, 1, [Mood()]).exp().sum().item() == pytest.approx(1.0)
+    def test_limits_follow_what_paid(self):
+        made, mood = Chooser(costs(*CHEAP)), Mood(nodes=1.0)
+        assert made.limits(AUTO_TREE, mood) == TreeConfig(8, 4, 8, auto=True)
+        mood.nodes = 7.5
+        assert made.limits(AUTO_TREE, mood) == TreeConfig(8, 4, 16, auto=True)
+        mood.nodes = 50
+        assert made.limits(AUTO_TREE, mood) == TreeConfig(8, 8, 63, auto=True)
 
 
 def ready(engine, points, load=False):
@@ -391,16 +380,10 @@ class Moody:
             return [Tree.empty()]
         self.asked.append(n)
         tokens = [int(t) if n >= self.right_from else (int(t) + 1) % 64 for t in self.text[n : n + 3]]
-        steps = torch.full((1, 1, 1), 0.9).log()
-        scores = [chooser.chances_of_children(steps, d + 1, [row.mood]).item() for d in range(len(tokens))]
-        chances = np.exp(np.cumsum(scores))[None]
+        scores = np.log(0.9) * np.arange(1, 1 + len(tokens))
+        tree = Tree.from_tokens(tokens, list(range(-1, len(tokens) - 1)), scores.tolist())
         V = chooser.costs.of("target", 1, n).table()
-        nodes = best_nodes(chances, V, 0.3, 1)[0]
-        trying = row.mood.trying
-        row.mood.drafted(1 + chances[0, :nodes].sum(), (0.3 + V[1 + nodes]) / V[1], nodes)
-        tree = Tree.from_tokens(tokens, list(range(-1, len(tokens) - 1)), np.cumsum(scores).tolist())
-        tree = Tree(tree.tokens_N, tree.parents_N, tree.depths_N, tree.scores_N, steps.flatten().expand(len(tokens)))
-        return [tree.prefix(max(nodes, int(trying)))]
+        return [tree.prefix(chooser.nodes([tree], 1, V, 0.3, 1, [row.mood]))]
 
     def copy(self, source, destination, length): ...
     def truncate(self, slot, length): ...

@@ -6,47 +6,48 @@
     chance      of a node: that the target accepts it with all its ancestors
     rate        (B + sum of the chances of the nodes verified) / (draft passes + V(1 + nodes)), tokens per second
 
-A tree goes one level deeper while that is expected to raise the rate, and of the nodes made as many are verified as
-give the highest: all numbers of nodes are tried, for V is stepped. Where even the best rate is below that of the plain
-step, a request rests: plain steps, then a try, after twice as many steps each time it fails.
+A tree goes one level deeper while the nodes that would run are likely enough, together, for what such a level has
+brought lately to be worth its price; and of the nodes made as many are verified as give the highest rate: all numbers
+of nodes are tried, for V is stepped. Where even the best rate is below that of the plain step, a request rests: plain
+steps, then a try, after twice as many steps each time it fails.
 
-Letters: B rows, M nodes made so far, K nodes of the level that could run next, C children given to each.
+Letters: B rows, N nodes of a tree.
 Sources: Sequoia (arXiv 2402.12374), OPT-Tree (2406.17276); the draft's probabilities are over-confident, hence the
 calibration.
 """
 
+import bisect
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from aquiline.config import UserError
-from aquiline.decode.tree import ROOT, Tree
+from aquiline.config import TreeConfig, UserError
+from aquiline.decode.tree import Tree
 from aquiline.files.disk import write_json_atomic
 from aquiline.model.machine import ForeignLoad
 
 KINDS = ("target", "first", "level")  # of passes
 _Key = tuple[str, int, int]  # kind, batch size, context
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-PROBED = (1, 8, 2, 32, 4, 16, 64)  # tokens of each row at which a target pass is measured, in this order
-WIDTHS = (1, 2, 4, 8)  # nodes of each row that one draft level may run
+PROBED = (1, 8, 4, 16, 32, 6, 12, 10, 64, 24, 2)  # tokens of each row at which a target pass is measured, in this order
+WIDTHS = (4, 8)  # nodes of each row that one draft level may run
 MOST_NODES = 63
 _MOST_PROBED = 512  # tokens of all rows: memory for more is not asked for on trial
 _PROBE_SECONDS = 2.5  # of both kinds of pass together; 1 and 8 tokens are measured however long they take
 _SHORTEST_CONTEXT = 256  # cached tokens; a bucket holds up to twice as many as the one before
 _DEPTHS = 8
-_EDGES = torch.tensor([0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95]).log()
+_EDGES = [math.log(p) for p in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)]
 _FADE = 0.998  # of what was learnt about chances, per step
+_GAIN = 0.5  # tokens that a level brings per probability of the nodes it runs, before anything is known
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
 LONGEST_CATCH_UP = _LONGEST_REST + 16  # rows: more are a prompt's, which come once
 _SAVE_SECONDS = 60.0
@@ -59,9 +60,9 @@ class PassCosts:
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self._points = dict(sorted(seconds.items()))
-        self._table: Floats | None = None
+        self._table: list[float] | None = None
 
-    def table(self) -> Floats:
+    def table(self) -> list[float]:
         """`[2 + MOST_NODES]`, entry n for n tokens; entry 0 is that of 1. Never falls with n."""
         if self._table is None:
             n = np.arange(2 + MOST_NODES)
@@ -70,13 +71,13 @@ class PassCosts:
             if len(at) > 1:
                 slope = max(0.0, (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
                 values = np.where(n > at[-1], seconds[-1] + slope * (n - at[-1]), values)
-            self._table = np.maximum.accumulate(values)
+            self._table = np.maximum.accumulate(values).tolist()
         return self._table
 
     def __call__(self, tokens: int) -> float:
         """Of so many tokens, or of the most that the table has."""
         table = self.table()
-        return float(table[min(tokens, len(table) - 1)])
+        return table[min(tokens, len(table) - 1)]
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Move the points around `tokens` towards a reading; one far off counts as half off at most. Beyond the last
@@ -241,32 +242,36 @@ def _bucket(value: int, smallest: int) -> int:
 
 
 class Calibration:
-    """Chance of a node, its parent being accepted, from the draft's own probability of it and its depth.
+    """Chance of a node from the draft's probability of its path, and its depth.
 
-    That probability times a factor: accepted over expected of the nodes judged so far with about that probability
+    That probability times a factor: accepted over expected of the nodes verified so far with about that probability
     (`_EDGES`) at that depth, beginning as if 2 had been expected and 1.8 accepted. What was learnt fades.
     """
 
     def __init__(self) -> None:
-        self._expected = torch.zeros(_DEPTHS, len(_EDGES) + 1)
-        self._accepted = torch.zeros_like(self._expected)
+        # Lists: a cycle asks for a dozen nodes, for which arrays cost more.
+        self._expected, self._accepted = ([[0.0] * (len(_EDGES) + 1) for _ in range(_DEPTHS)] for _ in range(2))
 
-    def log_chances(self, log_probs: Tensor, depth: int | Tensor) -> Tensor:
-        """Of children at a depth, all shapes; at most 0. `depth`: one for all, or of each."""
-        at = torch.as_tensor(depth).clamp(max=_DEPTHS) - 1
-        factors = ((1.8 + self._accepted) / (2.0 + self._expected)).log().to(log_probs.device)
-        return (log_probs + factors[at, torch.bucketize(log_probs, _EDGES.to(log_probs.device))]).clamp(max=0)
+    def chances(self, depths_N: Sequence[int], log_probs_N: Sequence[float]) -> list[float]:
+        """`[N]`, at most 1."""
+        found = []
+        for depth, log_prob in zip(depths_N, log_probs_N, strict=True):
+            at, bucket = min(depth, _DEPTHS) - 1, bisect.bisect_left(_EDGES, log_prob)
+            factor = (1.8 + self._accepted[at][bucket]) / (2.0 + self._expected[at][bucket])
+            found.append(min(1.0, math.exp(log_prob) * factor))
+        return found
 
-    def learn(self, depths_N: Tensor, log_probs_N: Tensor, accepted_N: Tensor) -> None:
-        """Nodes whose parents were accepted, and whether they were."""
-        at = (depths_N.clamp(max=_DEPTHS) - 1, torch.bucketize(log_probs_N, _EDGES))
-        self._expected.index_put_(at, log_probs_N.exp(), accumulate=True)
-        self._accepted.index_put_(at, accepted_N.float(), accumulate=True)
+    def learn(self, depths_N: Sequence[int], log_probs_N: Sequence[float], accepted: Container[int]) -> None:
+        """Nodes that were verified, and which of them were accepted."""
+        for node, (depth, log_prob) in enumerate(zip(depths_N, log_probs_N, strict=True)):
+            at, bucket = min(depth, _DEPTHS) - 1, bisect.bisect_left(_EDGES, log_prob)
+            self._expected[at][bucket] += math.exp(log_prob)
+            self._accepted[at][bucket] += node in accepted
 
     def fade(self) -> None:
         """At every step, plain ones too: what made trees too dear is forgotten, or nothing would be judged again."""
-        self._expected.mul_(_FADE)
-        self._accepted.mul_(_FADE)
+        for of_depths in (self._expected, self._accepted):
+            of_depths[:] = [[_FADE * seen for seen in of_buckets] for of_buckets in of_depths]
 
 
 @dataclass
@@ -280,6 +285,8 @@ class Mood:
     value: float | None = None  # smoothed log of the rate of its trees over that of the plain step
     trying: bool = False  # the next tree is the first behind a rest
     price: float = 1.0  # of the last tree, its draft passes included, in plain steps
+    rate: float | None = None  # smoothed tokens per second of its batch, with trees
+    nodes: float = 8.0  # smoothed, of its trees
 
     @property
     def trust(self) -> float:
@@ -287,7 +294,7 @@ class Mood:
         return min(1.2, (2.0 + self.accepted) / (2.0 + self.expected))
 
     def judged(self, expected: float, accepted: int) -> None:
-        """A tree was verified: of the nodes whose parents were accepted so many were expected to be, and were."""
+        """A tree was verified: so many of its nodes were expected to be accepted, and were."""
         self.expected = 0.85 * self.expected + expected
         self.accepted = 0.85 * self.accepted + accepted
         if 1 + accepted > self.price:  # it has paid, whatever was expected
@@ -317,94 +324,83 @@ class Mood:
             self.rest = _FIRST_REST
 
 
-def best_nodes(chances_BM: Floats, pass_seconds: Floats, spent: float, batch: int) -> tuple[int, float]:
+def best_nodes(
+    chances_BN: Sequence[Sequence[float]], pass_seconds: Sequence[float], spent: float, batch: int
+) -> tuple[int, float]:
     """(nodes of each row to verify, expected tokens per second of the whole batch).
 
-    `chances_BM` of the rows that draft, descending along M. `pass_seconds` are V's table; `spent` seconds go into
-    drafting.
+    `chances_BN` of the rows that draft, in the order of their trees. `pass_seconds` are V's table; `spent` seconds go
+    into drafting.
     """
-    most = min(chances_BM.shape[1], len(pass_seconds) - 2)
-    tokens = np.concatenate(([0.0], chances_BM[:, :most].sum(0).cumsum())) + batch
-    rates = tokens / (spent + pass_seconds[1 : 2 + most])
-    best = int(rates.argmax())
-    return best, float(rates[best])
-
-
-def descending(x_BM: Floats) -> Floats:
-    """Each row sorted, the largest first."""
-    return -np.sort(-x_BM, axis=1)
+    tokens, nodes, best = float(batch), 0, batch / (spent + pass_seconds[1])
+    for n in range(1, 1 + min(max(map(len, chances_BN)), len(pass_seconds) - 2)):
+        tokens += sum(chances_N[n - 1] for chances_N in chances_BN if n <= len(chances_N))
+        rate = tokens / (spent + pass_seconds[1 + n])
+        if rate > best:
+            nodes, best = n, rate
+    return nodes, best
 
 
 @dataclass
 class Chooser:
-    """Costs, calibration, and what children are worth on average: everything a choice rests on."""
+    """Costs, calibration, and what deeper levels bring: everything a choice rests on."""
 
     costs: Costs
     calibration: Calibration = field(default_factory=Calibration)
-    profile_DC: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # by depth and rank, parent accepted
+    gains: list[float] = field(default_factory=lambda: [_GAIN] * _DEPTHS)  # of running nodes of depth 1, 2, ...
 
-    def chances_of_children(self, log_probs_BKC: Tensor, depth: int, moods: Sequence[Mood]) -> Tensor:
-        """Calibrated log chances, parents accepted; those of siblings add up to 1 at most."""
-        trust_B = torch.tensor([math.log(mood.trust) for mood in moods], device=log_probs_BKC.device)
-        chances_BKC = self.calibration.log_chances(log_probs_BKC, depth) + trust_B[:, None, None]
-        return chances_BKC - chances_BKC.logsumexp(-1, keepdim=True).clamp(min=0)
+    def limits(self, config: TreeConfig, mood: Mood) -> TreeConfig:
+        """How far the coming tree may go: about twice the nodes that paid lately, in levels half as wide as these."""
+        width = next((w for w in WIDTHS if 2 * w > mood.nodes), WIDTHS[-1])
+        most = min(config.num_nodes, MOST_NODES, 2 * math.ceil(max(mood.nodes, 4)))
+        return dataclasses.replace(config, top_k=min(width, config.top_k), num_nodes=most)
 
-    def saw(self, chances_BKC: Floats, parents_BK: Floats, depth: int, moods: Sequence[Mood]) -> None:
-        """Learn what children of this depth are worth where text is trusted: their mean, weighted by their parents."""
-        C, trust_B = chances_BKC.shape[-1], np.array([mood.trust for mood in moods])
-        if self.profile_DC.shape != (_DEPTHS, C):
-            self.profile_DC = np.tile(_usual(C), (_DEPTHS, 1))
-        worth_BKC = (chances_BKC / trust_B[:, None, None]).clip(max=1.0)
-        mean = (worth_BKC * parents_BK[..., None]).sum((0, 1)) / max(parents_BK.sum(), 1e-9)
-        at = min(depth, _DEPTHS) - 1
-        self.profile_DC[at] += 0.05 * (mean - self.profile_DC[at])
-
-    def next_width(
-        self, chances_BM: Floats, level_BK: Floats, depth: int, spent: float, V: Floats, level: PassCosts,
-        batch: int, moods: Sequence[Mood],
-    ) -> int:  # fmt: skip
-        """How many nodes the draft should run at the next level; 0: the tree is deep enough.
-
-        `chances_BM` of all nodes made, `level_BK` of those that could run, both descending; `depth` of the latter.
+    def worth(self, mood: Mood, level_seconds: float, plain_rate: float) -> list[float]:
+        """How likely the nodes of depth 1, 2, ... must be, together, to be run: a level's price in tokens over what
+        it brings. `level_seconds`: of a level, over the rows that share it.
         """
-        best, width = best_nodes(chances_BM, V, spent, batch)[1], 0
-        trust_B = np.array([mood.trust for mood in moods])
-        children_BC = self.profile_DC[min(depth + 1, _DEPTHS) - 1] * trust_B[:, None]
-        for w in WIDTHS:
-            if w > level_BK.shape[1]:
-                break
-            further_BM = (level_BK[:, :w, None] * children_BC[:, None]).reshape(len(level_BK), -1)
-            all_BM = descending(np.concatenate((chances_BM, further_BM), axis=1))
-            rate = best_nodes(all_BM, V, spent + level(w), batch)[1]
-            if rate > best:
-                best, width = rate, w
-        return width
+        price = level_seconds * (plain_rate if mood.rate is None else mood.rate)
+        return [price / max(gain * mood.trust, 1e-3) for gain in self.gains]
 
-    def nodes(self, chances_BM: Floats, V: Floats, spent: float, batch: int, moods: Sequence[Mood]) -> int:
+    def nodes(
+        self, trees: Sequence[Tree], ran: int, V: Sequence[float], spent: float, batch: int, moods: Sequence[Mood]
+    ) -> int:
         """How many nodes of each tree made are verified, which the moods of their rows are told. They share one: nodes
-        beside another row's are free. Behind a rest it is one at least, or nothing would be learnt.
+        beside another row's are free. Behind a rest it is one at least, or nothing would be learnt. `ran`: levels that
+        were run, the first one included.
         """
-        nodes = best_nodes(chances_BM, V, spent, batch)[0]
+        chances_BN = [
+            [min(1.0, mood.trust * chance) for chance in self.calibration.chances(tree.on_host[2], tree.scores)]
+            for tree, mood in zip(trees, moods, strict=True)
+        ]
+        nodes, rate = best_nodes(chances_BN, V, spent, batch)
         trying = any(mood.trying for mood in moods)
-        tokens, price = 1 + float(chances_BM[:, :nodes].sum()) / batch, float((spent + V[1 + nodes]) / V[1])
-        for mood in moods:
-            mood.drafted(tokens, price, nodes)
+        tokens = 1 + sum(sum(chances_N[:nodes]) for chances_N in chances_BN) / batch
+        for chances_N, tree, mood in zip(chances_BN, trees, moods, strict=True):
+            if len(trees) == 1 or max(tree.on_host[2], default=0) == ran:  # else it may have stopped before the others
+                self._learn_gain(tree, chances_N, ran, nodes, mood)
+            mood.rate = rate if mood.rate is None else 0.8 * mood.rate + 0.2 * rate
+            mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
+            mood.drafted(tokens, (spent + V[1 + nodes]) / V[1], nodes)
         return max(nodes, int(trying))
 
-    def learn(self, tree: Tree, path: Sequence[int], mood: Mood) -> None:
-        """A row's step: of its tree every node whose parent was accepted has been judged."""
-        self.calibration.fade()
-        self.profile_DC += (1 - _FADE) * (_usual(self.profile_DC.shape[1]) - self.profile_DC)
-        if len(tree) == 0 or tree.steps_N is None:
+    def _learn_gain(self, tree: Tree, chances_N: Sequence[float], ran: int, nodes: int, mood: Mood) -> None:
+        """Of the deepest level: what the nodes verified are worth more than as many without it would be."""
+        if ran < 2 or len(tree) == 0:
             return
-        parents, depths, steps = tree.parents_N.cpu(), tree.depths_N.cpu(), tree.steps_N.cpu()
-        judged = torch.isin(parents, torch.tensor([ROOT, *path]))
-        accepted = torch.zeros(len(tree), dtype=torch.bool)
-        accepted[list(path)] = True
-        mood.judged(float(self.calibration.log_chances(steps[judged], depths[judged]).exp().sum()), len(path))
-        self.calibration.learn(depths[judged], steps[judged], accepted[judged])
+        depths = tree.on_host[2]
+        shallow = [chance for chance, depth in zip(chances_N, depths, strict=True) if depth < ran]
+        gained = sum(chances_N[:nodes]) - sum(shallow[:nodes])
+        likely = sum(math.exp(s) for s, depth in zip(tree.scores, depths, strict=True) if depth == ran - 1)
+        at = min(ran - 1, _DEPTHS) - 1
+        self.gains[at] += 0.05 * (gained / max(mood.trust * likely, 1e-3) - self.gains[at])
 
-
-def _usual(children: int) -> Floats:
-    """Chances by rank, before anything is known."""
-    return np.array([0.5 * 0.4**rank for rank in range(children)])
+    def learn(self, tree: Tree, path: Sequence[int], mood: Mood) -> None:
+        """A row's step, a plain one too."""
+        self.calibration.fade()
+        self.gains = [gain + (1 - _FADE) * (_GAIN - gain) for gain in self.gains]
+        if len(tree) == 0:
+            return
+        depths = tree.on_host[2]
+        mood.judged(sum(self.calibration.chances(depths, tree.scores)), len(path))
+        self.calibration.learn(depths, tree.scores, path)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from aquiline.config import TreeConfig
-from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Floats, Mood, descending
+from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Mood
 from aquiline.decode.sampling import Sampler
 from aquiline.decode.tree import Level, Tree, TreeBuilder
 from aquiline.model.draft import Draft, DraftOutput
@@ -80,7 +80,7 @@ class EagleDrafter:
         fixed = [(b, config) for b, config in drafting if not config.auto]
         auto = [(b, config) for b, config in drafting if config.auto and not rows[b].mood.rests()]
         if fixed:
-            made = self._grow([rows[b] for b, _ in fixed], [config for _, config in fixed])
+            made, _ = _Levels(self, [rows[b] for b, _ in fixed]).grow([config for _, config in fixed])
             for (b, _), tree in zip(fixed, made, strict=True):
                 trees[b] = tree
         if auto:
@@ -91,95 +91,61 @@ class EagleDrafter:
                 trees[b] = tree
         return trees
 
-    def _grow(self, rows: list[Row], configs: list[TreeConfig]) -> list[Tree]:
-        """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made."""
-        levels = _Levels(self, rows)
-        trees = levels.trees(configs)
-        if trees is not None:
-            return trees
-        builder = TreeBuilder(configs, self.model.vocab.target_ids_W)
-        level = builder.extend(*levels.first(builder.top_k))
-        while level is not None:
-            level = builder.extend(*levels.run(level, builder.top_k))
-        return builder.rerank()
-
     def _grow_what_pays(
         self, rows: list[Row], configs: list[TreeConfig], chooser: Chooser, batch: int, taken: int
     ) -> list[Tree]:
-        """The same, but costs and chances say how many nodes run at each level, when to stop, and what is verified.
+        """Trees within the limits that the chooser sets, and of each as many nodes as pay.
 
         The target pass to come has `batch` rows, and holds `taken` nodes of some of them whatever is chosen.
         """
         moods, context = [row.mood for row in rows], max(len(row.known) for row in rows)
         V = chooser.costs.of("target", batch, context).table()
-        V = V[np.maximum(np.arange(len(V)), 1 + taken).clip(max=len(V) - 1)]
+        V = [V[max(n, min(1 + taken, len(V) - 1))] for n in range(len(V))] if taken else V
         first, level = (chooser.costs.of(kind, len(rows), context) for kind in ("first", "level"))
+        limits = [chooser.limits(config, mood) for config, mood in zip(configs, moods, strict=True)]
+        width = max(limit.top_k for limit in limits)
+        worth = [chooser.worth(mood, level(width) / len(rows), batch / V[1]) for mood in moods]
         new = max(sum(map(len, row.pending_aux)) for row in rows)
-        spent = first(new if new <= LONGEST_CATCH_UP else 1)
-        laps = [time.perf_counter()]
-        builder = TreeBuilder(
-            configs,
-            self.model.vocab.target_ids_W,
-            lambda steps, depth: chooser.chances_of_children(steps, depth, moods),
-        )
-        levels, ran = _Levels(self, rows), [new]
-        top, parents_BK = levels.first(builder.top_k), np.ones((len(rows), 1))
-        deepest, widest = max(config.depth for config in configs), configs[0].top_k
-        made: list[Floats] = []
-        for depth in range(1, deepest + 1):
-            chances_BKC = _chances(builder.add(*top))
-            chooser.saw(chances_BKC, parents_BK, depth, moods)
-            level_BK = descending((parents_BK[..., None] * chances_BKC).reshape(len(rows), -1))
-            made.append(level_BK)
-            all_BM, runnable_BK, width = descending(np.concatenate(made, axis=1)), level_BK[:, :widest], 0
-            if depth < deepest:
-                width = chooser.next_width(all_BM, runnable_BK, depth, spent, V, level, batch, moods)
-            if width == 0:
-                break
-            laps.append(time.perf_counter())
-            ran.append(width)
-            parents_BK, spent = runnable_BK[:, :width], spent + level(width)
-            top = levels.run(builder.next_level(width), builder.top_k)
-        trees = builder.rerank()
-        laps.append(time.perf_counter())
-        for number, (began, ended) in enumerate(itertools.pairwise(laps)):
-            if ran[number] <= LONGEST_CATCH_UP:
-                chooser.costs.observe(level if number else first, ran[number], ended - began)
-        nodes = chooser.nodes(all_BM, V, spent, batch, moods)
+        began = time.perf_counter()
+        levels = _Levels(self, rows)
+        caught_up = time.perf_counter() - began
+        trees, seconds = levels.grow(limits, worth)
+        if new <= LONGEST_CATCH_UP:
+            chooser.costs.observe(first, new, caught_up + seconds[0])
+        for of_level in seconds[1:]:
+            chooser.costs.observe(level, width, of_level)
+        spent = first(new if new <= LONGEST_CATCH_UP else 1) + (len(seconds) - 1) * level(width)
+        nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods)
         return [tree.prefix(nodes) for tree in trees]
 
     def catch_up(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Feed the rows whose aux is new; the last row's feature `[B, 1, H]` and hidden state `[B, H]`."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
-        pending = {row.slot: torch.cat(row.pending_aux) for row in rows}
-        while any(len(aux) for aux in pending.values()):
-            active = [row for row in rows if len(pending[row.slot])]
+        pending = {row.slot: _joined(row.pending_aux) for row in rows}
+        while active := [row for row in rows if len(pending[row.slot])]:
             counts = [min(len(pending[row.slot]), _CATCH_UP) for row in active]
             out = self._feed(active, counts, pending)
             for b, (row, count) in enumerate(zip(active, counts, strict=True)):
                 self.cache.keep(row.slot, out.keys_LBGNE[:, b, :, :count], out.values_LBGNE[:, b, :, :count])
-                last[row.slot] = (out.feature_BNH[b, count - 1], out.hidden_BNH[b, count - 1])
+                last[row.slot] = (out.feature_BNH[b, count - 1 : count], out.hidden_BNH[b, count - 1 : count])
                 pending[row.slot] = pending[row.slot][count:]
         for row in rows:
             row.pending_aux = []
             assert self.cache.lengths[row.slot] == len(row.known) - 1, "the draft's rows are the known tokens less one"
-        return torch.stack([last[r.slot][0] for r in rows])[:, None], torch.stack([last[r.slot][1] for r in rows])
+        feature_BH, hidden_BH = (_joined([last[row.slot][i] for row in rows]) for i in range(2))
+        return feature_BH[:, None], hidden_BH
 
     def _feed(self, rows: list[Row], counts: list[int], pending: dict[int, Tensor]) -> DraftOutput:
         width = max(counts)
-        ids, starts, aux = [], [], []
+        ids, positions, aux = [], [], []
         for row, count in zip(rows, counts, strict=True):
             start = self.cache.lengths[row.slot]
-            tokens = row.known[start + 1 : start + 1 + count]  # row t embeds x_{t+1}
-            ids.append(tokens + [0] * (width - count))
-            starts.append(start)
+            ids.append(row.known[start + 1 : start + 1 + count] + [0] * (width - count))  # row t embeds x_{t+1}
+            positions.append(list(range(start, start + width)))
             states = pending[row.slot][:count]
-            aux.append(
-                torch.cat((states, states.new_zeros(width - count, states.shape[1]))) if count < width else states
-            )
-        ids_BN = torch.tensor(ids, device=self._device)
-        positions_BN = torch.tensor(starts, device=self._device)[:, None] + torch.arange(width, device=self._device)
-        g_BNH = self.model.fuse(torch.stack(aux))
+            aux.append(states if count == width else F.pad(states, (0, 0, 0, width - count)))
+        ids_BN, positions_BN = torch.tensor([ids, positions], device=self._device)
+        g_BNH = self.model.fuse(aux[0][None] if len(aux) == 1 else torch.stack(aux))
         return self.model(self.embed(ids_BN), g_BNH, positions_BN, None, self.cache, [row.slot for row in rows])
 
     def probe_level(self, slots: list[int], width: int) -> None:
@@ -223,18 +189,33 @@ class _Levels:
         last_rows = [[drafter.cache.lengths[slot] - 1] for slot in self._slots]
         self._last_row_B1 = torch.tensor(last_rows, device=self._feature_BKH.device)
 
-    def trees(self, configs: list[TreeConfig]) -> list[Tree] | None:
-        """The whole trees, all levels in one call of the kernel; None where that cannot be."""
+    def grow(self, configs: list[TreeConfig], worth: Sequence[Sequence[float]] = ()) -> tuple[list[Tree], list[float]]:
+        """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made. Returns the trees and
+        the seconds of each level. `worth`: how likely each row's nodes of depth 1, 2, ... must be, together, to be run.
+        """
         drafter, limits = self._drafter, [(c.depth, c.top_k, c.num_nodes) for c in configs]
-        embedding = drafter.embedding
-        if embedding is None:
-            return None
-        states = self._feature_BKH[:, 0], self._hidden_BH
-        grown = drafter.model.grow(embedding, *states, limits, drafter.cache, self._slots)
-        if grown is None:
-            return None
-        *parts, counts = grown
-        return [Tree(*(part[b, :n] for part in parts)) for b, n in enumerate(counts)]
+        if drafter.embedding is not None:
+            states = self._feature_BKH[:, 0], self._hidden_BH
+            grown = drafter.model.grow(drafter.embedding, *states, limits, worth, drafter.cache, self._slots)
+            if grown is not None:
+                return [Tree(*(part[b, :n] for part in grown[:4])) for b, n in enumerate(grown.nodes)], grown.seconds
+        return self._grow_here(configs, worth)
+
+    def _grow_here(self, configs: list[TreeConfig], worth: Sequence[Sequence[float]]) -> tuple[list[Tree], list[float]]:
+        """Through PyTorch; rows stop together."""
+        laps = [time.perf_counter()]
+        builder = TreeBuilder(configs, self._drafter.model.vocab.target_ids_W)
+        level = builder.extend(*self.first(builder.top_k))
+        while level is not None:
+            if worth:
+                likely = level.scores_BK.exp().sum(1).tolist()
+                if all(a < of_row[level.depth - 1] for a, of_row in zip(likely, worth, strict=True)):
+                    break
+            laps.append(time.perf_counter())
+            level = builder.extend(*self.run(level, builder.top_k))
+        trees = builder.rerank()
+        laps.append(time.perf_counter())
+        return trees, [ended - began for began, ended in itertools.pairwise(laps)]
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:
         """The `count` most likely draft ids behind the last real row: log-probabilities and ids `[B, C]`."""
@@ -261,8 +242,8 @@ class _Levels:
         return drafter.model.top(out.hidden_BNH, count)
 
 
-def _chances(log_chances: Tensor) -> Floats:
-    return log_chances.exp().nan_to_num(nan=0.0).double().cpu().numpy()
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class NgramDrafter:
@@ -287,12 +268,8 @@ class NgramDrafter:
         if len(tree) == 0:
             return tree
         assert chooser is not None
-        sure_1M1 = torch.zeros(1, len(tree), 1)
-        steps = [chooser.chances_of_children(sure_1M1[:, i : i + 1], i + 1, [row.mood]) for i in range(len(tree))]
-        scores_N = torch.cat(steps, 1).flatten().cumsum(0)
         V = chooser.costs.of("target", batch, len(row.known)).table()
-        nodes = chooser.nodes(_chances(scores_N)[None], V, 0.0, batch, [row.mood])
-        return dataclasses.replace(tree, scores_N=scores_N, steps_N=sure_1M1.flatten()).prefix(nodes)
+        return tree.prefix(chooser.nodes([tree], 1, V, 0.0, batch, [row.mood]))
 
     def _lookup(self, known: list[int], config: TreeConfig | None) -> Tree:
         if config is None:

@@ -7,7 +7,7 @@ Letters: B rows, N nodes of a tree, K nodes the draft runs at one level, C child
 far, W draft vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -28,7 +28,6 @@ class Tree:
     parents_N: Tensor  # int64, index of a node further left, or ROOT
     depths_N: Tensor  # int64, from 1
     scores_N: Tensor  # float32, sum of the draft's log-probabilities from the root; 0 where no draft gave any
-    steps_N: Tensor | None = None  # float32, the draft's of each node alone: where scores are calibrated chances
 
     @staticmethod
     def empty(device: torch.device | str = "cpu") -> "Tree":
@@ -77,8 +76,7 @@ class Tree:
     def prefix(self, num_nodes: int) -> "Tree":
         """The first `num_nodes` nodes."""
         n = num_nodes
-        steps_N = None if self.steps_N is None else self.steps_N[:n]
-        return Tree(self.tokens_N[:n], self.parents_N[:n], self.depths_N[:n], self.scores_N[:n], steps_N)
+        return Tree(self.tokens_N[:n], self.parents_N[:n], self.depths_N[:n], self.scores_N[:n])
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (or of ROOT) that carries `token`, if there is one."""
@@ -88,6 +86,12 @@ class Tree:
     def on_host(self) -> list[list[int]]:
         """Tokens, parents and depths: the one copy to the host."""
         return torch.stack([self.tokens_N, self.parents_N, self.depths_N]).tolist() if len(self) else [[], [], []]
+
+    @cached_property
+    def scores(self) -> list[float]:
+        """On the host."""
+        found: list[float] = self.scores_N.tolist()
+        return found
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
@@ -110,7 +114,7 @@ def flatten(trees: Sequence[Tree], last_tokens: Sequence[int], positions: Sequen
     """
     size = 1 + max(map(len, trees))
     all_ids, all_positions, seen = [], [], bytearray()
-    # Lists and bytes: behind a pass, which has emptied the CPU's caches, each kind of operator costs more than all this.
+    # Lists and bytes: behind a pass, which has emptied the caches, every kind of operator costs more than all of this.
     for tree, root, at in zip(trees, last_tokens, positions, strict=True):
         tokens, parents, depths = tree.on_host
         padding = size - 1 - len(tree)
@@ -142,6 +146,7 @@ class Level(NamedTuple):
     feature_rows_BK: Tensor  # int64, row of the pass before
     mask_BKM: Tensor  # bool over the M drafted nodes run so far, these K last: True = may attend
     nodes_BK: Tensor  # int64, which nodes they are, counted in order of creation
+    scores_BK: Tensor  # float32, theirs; -inf of idle ones
     depth: int
 
 
@@ -153,20 +158,11 @@ class TreeBuilder:
     while level is not None:
         level = builder.extend(*top(builder.top_k))  # of the nodes in `level`
     trees = builder.rerank()                      # may come earlier: then the trees are less deep
-
-    `add` and `next_level` are the halves of `extend`, for a caller that chooses how many nodes run.
     """
 
-    def __init__(
-        self,
-        configs: Sequence[TreeConfig],
-        target_ids_W: Tensor,
-        chances: Callable[[Tensor, int], Tensor] | None = None,
-    ) -> None:
-        """`chances(log_probs_BKC, depth)`: log chances that stand in for the draft's log-probabilities in scores."""
+    def __init__(self, configs: Sequence[TreeConfig], target_ids_W: Tensor) -> None:
         device, num_rows = target_ids_W.device, len(configs)
         self._configs = configs
-        self._chances = chances
         self._target_ids_W = target_ids_W
         self.top_k = k = min(max(c.top_k for c in configs), len(target_ids_W))
         self._max_depth = max(c.depth for c in configs)
@@ -186,7 +182,6 @@ class TreeBuilder:
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
         self._scores: list[Tensor] = []
-        self._steps: list[Tensor] = []
 
     def extend(self, log_probs_BKC: Tensor, ids_BKC: Tensor) -> Level | None:
         """Give each node just run its children; returns what to run next, None once the depth is reached.
@@ -194,43 +189,32 @@ class TreeBuilder:
         `log_probs_BKC`, `ids_BKC`: the `top_k` most likely draft ids behind each node of the last `Level`, descending;
         [B, C] for the first level.
         """
-        self.add(log_probs_BKC, ids_BKC)
-        return None if self._depth == self._max_depth else self.next_level(self.top_k)
-
-    def add(self, log_probs_BKC: Tensor, ids_BKC: Tensor) -> Tensor:
-        """Give each node just run its children; the scores of these, less their parents', `[B, K, C]`; -inf where a
-        row's limits forbid one.
-        """
         num_rows, k = len(self._configs), self.top_k
         self._depth += 1
         steps_BKC = log_probs_BKC.view(num_rows, -1, k)
-        if self._chances is not None:
-            self._steps.append(steps_BKC.flatten(1))
-            steps_BKC = self._chances(steps_BKC, self._depth)
         # A step above 0 (rounding) would rank a child before its parent; a NaN would rank before everything.
         scores_BKC = self._ran_scores_BK[..., None] + steps_BKC.clamp(max=0)
         scores_BKC = scores_BKC.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         if self._mixed:
             made_BC = (self._rank_K < self._top_k_B1) & (self._depth <= self._depth_B1)
             scores_BKC = scores_BKC.masked_fill(~made_BC[:, None], -torch.inf)
-            steps_BKC = steps_BKC.masked_fill(~made_BC[:, None], -torch.inf)
         scores_BM = scores_BKC.flatten(1)
         tokens_BM = self._target_ids_W[ids_BKC].view(num_rows, -1)
         self._scores.append(scores_BM)
         self._tokens.append(tokens_BM)
         self._parents.append(self._ran_nodes_BK.repeat_interleave(k, dim=1))
         self._num_made += scores_BM.shape[1]
-        return steps_BKC
+        return None if self._depth == self._max_depth else self._next_level()
 
-    def next_level(self, width: int) -> Level:
-        """The `width` best of the nodes made last, to be run."""
+    def _next_level(self) -> Level:
+        """The best of the nodes made last, to be run."""
         scores_BM, tokens_BM = self._scores[-1], self._tokens[-1]
         num_rows, made = scores_BM.shape
         best_scores_BM, best_BM = scores_BM.sort(dim=1, descending=True, stable=True)
-        best_BK = best_BM[:, :width]
+        best_BK = best_BM[:, : self.top_k]
         feature_rows_BK = best_BK // self.top_k
         seen_BKM = self._ran_mask_BKM[self._rows_B1, feature_rows_BK]
-        self._ran_scores_BK = best_scores_BM[:, :width]
+        self._ran_scores_BK = best_scores_BM[:, : self.top_k]
         if self._mixed:  # only the row's own top-k best go on
             rank_K = torch.arange(best_BK.shape[1], device=best_BK.device)
             self._ran_scores_BK = self._ran_scores_BK.masked_fill(rank_K >= self._top_k_B1, -torch.inf)
@@ -238,7 +222,9 @@ class TreeBuilder:
         itself_KK = torch.eye(best_BK.shape[1], dtype=torch.bool, device=best_BK.device)
         self._ran_mask_BKM = torch.cat([seen_BKM, itself_KK.expand(num_rows, -1, -1)], dim=2)
         tokens_BK = tokens_BM.gather(1, best_BK)
-        return Level(tokens_BK, feature_rows_BK, self._ran_mask_BKM, self._ran_nodes_BK, self._depth)
+        return Level(
+            tokens_BK, feature_rows_BK, self._ran_mask_BKM, self._ran_nodes_BK, self._ran_scores_BK, self._depth
+        )
 
     def rerank(self) -> list[Tree]:
         """Of all nodes made the `num_nodes` best of each row, by (score descending, depth, creation order).
@@ -256,7 +242,6 @@ class TreeBuilder:
         place_BM.scatter_(1, order_BN + 1, torch.arange(width, device=order_BN.device).expand_as(order_BN))
         parents_BN = place_BM.gather(1, torch.cat(self._parents, dim=1).gather(1, order_BN) + 1)
         tokens_BN = torch.cat(self._tokens, dim=1).gather(1, order_BN)
-        steps_BN = torch.cat(self._steps, dim=1).gather(1, order_BN) if self._steps else None
         depths_M = torch.cat([torch.full_like(made[0], 1 + d) for d, made in enumerate(self._tokens)])
         depths_BN = depths_M[order_BN]
         # -inf marks what a row's limits forbid, and what the draft holds impossible or could not score
@@ -264,6 +249,5 @@ class TreeBuilder:
         trees = []
         for b, (config, count) in enumerate(zip(self._configs, counts, strict=True)):
             n = min(count, config.num_nodes)
-            steps_N = None if steps_BN is None else steps_BN[b, :n]
-            trees.append(Tree(tokens_BN[b, :n], parents_BN[b, :n], depths_BN[b, :n], scores_BN[b, :n], steps_N))
+            trees.append(Tree(tokens_BN[b, :n], parents_BN[b, :n], depths_BN[b, :n], scores_BN[b, :n]))
         return trees

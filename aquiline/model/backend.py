@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,9 +106,11 @@ class _Growth(ctypes.Structure):
         ("head", ctypes.POINTER(_Linear)),
         *((n, ctypes.c_void_p) for n in ("embedding", "target_ids", "feature", "hidden", "positions")),
         *((n, ctypes.POINTER(ctypes.c_int32)) for n in ("depth", "top_k", "nodes")),
+        ("worth", ctypes.POINTER(ctypes.c_float)),
         *((n, ctypes.c_int32) for n in ("norm_output", "room")),
         *((n, ctypes.c_void_p) for n in ("tokens", "parents", "depths", "scores")),
         ("made", ctypes.POINTER(ctypes.c_int32)),
+        ("seconds", ctypes.POINTER(ctypes.c_float)),
     ]
 
 
@@ -326,6 +328,17 @@ class DecoderOutput:
     values_LBGNE: Tensor
 
 
+class Grown(NamedTuple):
+    """Trees of B rows, to be cut to the nodes each has."""
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    depths_BN: Tensor
+    scores_BN: Tensor
+    nodes: list[int]
+    seconds: list[float]  # of each level
+
+
 class Decoder:
     """A stack of blocks that runs in the kernel."""
 
@@ -442,14 +455,15 @@ class Decoder:
         feature_BD: Tensor,
         hidden_BD: Tensor,
         limits: Sequence[tuple[int, int, int]],
+        worth: Sequence[Sequence[float]],
         cache: KVCache,
         slots: list[int],
         norm_output: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
+    ) -> Grown:
         """Trees of B rows behind the last tokens of the cache, as `TreeBuilder` (tree.py) makes them.
 
-        `limits`: depth, top-k and nodes of each row. Returns tokens, parents, depths and scores, `[B, *]`, and how many
-        nodes each row has.
+        `limits`: depth, top-k and nodes of each row. `worth`: how likely, together, a row's nodes of depth 1, 2, ...
+        must be to be run; nothing is asked of deeper ones.
         """
         lib = library()
         assert lib is not None
@@ -461,7 +475,11 @@ class Decoder:
         _fits(embedding_VD.is_contiguous() and target_ids_W.is_contiguous(), "strided embeddings or ids")
         _fits(head.struct.out == len(target_ids_W) and target_ids_W.dtype == torch.int64, "ids of another head")
         _fits(all(depth >= 1 and k >= 1 and nodes >= 1 for depth, k, nodes in limits), f"limits {limits}")
+        deepest = max(depth for depth, _, _ in limits)
         depth, top_k, nodes, made = ((ctypes.c_int32 * B)() for _ in range(4))
+        seconds, least = (ctypes.c_float * deepest)(), (ctypes.c_float * (B * deepest))()
+        for b, of_row in enumerate(worth):
+            least[b * deepest : b * deepest + min(deepest, len(of_row))] = list(of_row[:deepest])
         depth[:], nodes[:] = [d for d, _, _ in limits], [n for _, _, n in limits]
         top_k[:] = [min(k, width) for _, k, _ in limits]
         positions = torch.tensor([cache.lengths[slot] - 1 for slot in slots])
@@ -471,10 +489,11 @@ class Decoder:
         cached.rows, cached.threads = B, torch.get_num_threads()
         growth = _Growth(
             ctypes.pointer(head.struct), *map(_pointer, (embedding_VD, target_ids_W, *states, positions)),
-            depth, top_k, nodes, norm_output, room, *map(_pointer, (tokens, parents, depths, scores)), made,
+            depth, top_k, nodes, least, norm_output, room,
+            *map(_pointer, (tokens, parents, depths, scores)), made, seconds,
         )  # fmt: skip
         _check_memory(lib.aq_grow(ctypes.byref(self._model), ctypes.byref(cached), ctypes.byref(growth)))
-        return tokens, parents, depths, scores, list(made)
+        return Grown(tokens, parents, depths, scores, list(made), [s for s in seconds if s > 0])
 
 
 def _fits(condition: bool, what: str) -> None:

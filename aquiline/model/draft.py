@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from aquiline.config import DraftConfig
-from aquiline.model.backend import Decoder, Weights, usable
+from aquiline.model.backend import Decoder, Grown, Weights, usable
 from aquiline.model.kv_cache import KVCache
 from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
 from aquiline.model.vocab import VocabMap
@@ -172,14 +172,15 @@ class Draft(nn.Module):
         feature_BH: Tensor,
         hidden_BH: Tensor,
         limits: Sequence[tuple[int, int, int]],
+        worth: Sequence[Sequence[float]],
         cache: KVCache,
         slots: list[int],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]] | None:
+    ) -> Grown | None:
         """What `Decoder.grow` returns; None where the kernel cannot do it: then `TreeBuilder` does."""
         if self._decoder is None or self._head is None or embedding_VH.dtype != self.dtype:
             return None
         return self._decoder.grow(
-            self._head, embedding_VH, self.vocab.target_ids_W, feature_BH, hidden_BH, limits, cache, slots,
+            self._head, embedding_VH, self.vocab.target_ids_W, feature_BH, hidden_BH, limits, worth, cache, slots,
             self.config.norm_output,
         )  # fmt: skip
 

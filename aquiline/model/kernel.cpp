@@ -202,10 +202,12 @@ struct Growth {
   const void *feature, *hidden;          // [B, D], of the last real rows
   const int64_t* positions;              // [B], likewise
   const int32_t *depth, *top_k, *nodes;  // [B], the limits of each tree, at least 1
+  const float* worth;                    // [B, deepest]: how likely nodes of depth 1, ... must be, together, to be run
   int32_t norm_output, room;
   int64_t *tokens, *parents, *depths;    // [B, room]; a parent of -1 is the root
   float* scores;                         // [B, room]
   int32_t* made;                         // [B]
+  float* seconds;                        // [deepest]: of each level made; 0: none was
 };
 
 }  // extern "C"
@@ -967,13 +969,18 @@ class Grower {
     int64_t deepest = *std::max_element(g.depth, g.depth + B);
     feature.assign(at, at + B * D);
     for (Row& row : rows) row.ran.assign(1, -1), row.sees.assign(1, {});
+    double began = omp_get_wtime();
     expand(hidden, 1);
     for (depth = 1, width = 1; depth < deepest; depth++, width = K) {
-      for (int64_t b = 0; b < B; b++) choose(b);
+      bool any = false;
+      for (int64_t b = 0; b < B; b++) any |= choose(b, g.worth[b * deepest + depth - 1]);
+      began = lap(depth - 1, began);
+      if (!any) break;
       run_level();
       expand(last.data(), K);
     }
     for (int64_t b = 0; b < B; b++) rerank(b);
+    if (depth == deepest) lap(depth - 1, began);
   }
 
  private:
@@ -1019,11 +1026,21 @@ class Grower {
     return order;
   }
 
-  // The nodes to run next.
-  void choose(int64_t b) {
+  double lap(int64_t level, double began) {
+    double now = omp_get_wtime();
+    g.seconds[level] = float(now - began);
+    return now;
+  }
+
+  // The nodes to run next, if they are worth it; whether there are any.
+  bool choose(int64_t b, float worth) {
     Row& row = rows[size_t(b)];
+    std::vector<int64_t> chosen;
+    if (depth < g.depth[b] && !row.ran.empty()) chosen = best(row, row.latest, g.top_k[b]);
+    float likely = 0;
+    for (int64_t node : chosen) likely += std::exp(row.nodes[size_t(node)].score);
     row.ran.clear();
-    if (depth < g.depth[b]) row.ran = best(row, row.latest, g.top_k[b]);
+    if (likely >= worth) row.ran = chosen;
     std::vector<std::vector<uint8_t>> sees;
     for (size_t i = 0; i < row.ran.size(); i++) {
       sees.push_back(row.sees[row.nodes[size_t(row.ran[i])].place]);
@@ -1031,6 +1048,7 @@ class Grower {
       sees.back()[size_t((depth - 1) * K) + i] = 1;
     }
     row.sees = std::move(sees);
+    return !row.ran.empty();
   }
 
   // One pass over the nodes chosen; a row with fewer than K has idle ones behind, which see themselves.
