@@ -118,7 +118,6 @@ class Model:
         stop: str | Sequence[str] = (),
         tree: TreeConfig | str | None = None,
         plain: bool = False,
-        hold: bool = False,
         **sampling: Any,
     ) -> Request:
         """The request that `generate` and `stream` run.
@@ -137,7 +136,6 @@ class Model:
             limits,
             None if plain or self.draft is None else tree or DEFAULT_TREE,
             self.chat.stop_matcher(limits),
-            hold,
         )
 
     def generate(self, prompt: str | Sequence[Message] | Sequence[int], **settings: Any) -> Result:
@@ -153,11 +151,11 @@ class Model:
         self.engine.run([request])
         return self._finished(request)
 
-    def follow(self, request: Request, engine: Engine, after: Request | None = None) -> Iterator[Delta]:
-        """Run a request on an engine of this model; `after` as in `Engine.submit`."""
+    def follow(self, request: Request, engine: Engine) -> Iterator[Delta]:
+        """Run a request on an engine of this model."""
         assert isinstance(request.matcher, StopMatcher)
         sent = 0
-        for pairs in engine.stream(request, after):
+        for pairs in engine.stream(request):
             text = request.matcher.text
             yield Delta(text[sent:], [token for token, _ in pairs], [origin for _, origin in pairs])
             sent = len(text)
@@ -233,37 +231,25 @@ class Conversation:
         self.messages: list[Message] = []
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._settings = settings
-        # Its own, for a held cache occupies the only slot there is.
+        # Its own: there the next of the model's requests would take the only slot.
         self._engine = Engine(model.target, model.draft)
-        self._last: Request | None = None
         self.reused_tokens = 0  # of the last turn's prompt, taken from the cache
 
     def say(self, text: str) -> Iterator[Delta]:
         """Add a user's turn and stream the reply. A reply that is left early, or has no token, leaves no trace."""
         question: Message = {"role": "user", "content": text}
-        request = self.model.request([*self._system, *self.messages, question], hold=True, **self._settings)
-        before, self._last = self._last, request
+        request = self.model.request([*self._system, *self.messages, question], **self._settings)
         try:
-            for delta in self.model.follow(request, self._engine, before):
+            for delta in self.model.follow(request, self._engine):
                 yield delta
                 if delta.result is not None and delta.result.token_ids:
                     self.messages += [question, {"role": "assistant", "content": delta.result.text}]
         finally:
             self.reused_tokens = request.reused_tokens
-            if request.finish_reason in (None, "cancelled"):  # nobody will ask for these caches again
-                self.reset_cache()
-                if before is not None:
-                    self._engine.release(before)
-
-    def reset_cache(self) -> None:
-        """Forget the cache, not the turns."""
-        if self._last is not None:
-            self._engine.release(self._last)
-            self._last = None
 
     def reset(self) -> None:
         """Begin anew."""
-        self.reset_cache()
+        self._engine.forget()
         self.messages = []
 
 

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import typer
 
-from aquiline.api import load_chat
+from aquiline.api import Model, load_chat
 from aquiline.cli import main as cli
 from aquiline.config import DEFAULT_TREE, UserError
 from aquiline.files import checkpoint
@@ -145,8 +145,12 @@ def test_generate_json_follows_its_contract(aquiline, folders, draft):  # noqa: 
     assert value["plain"]["token_ids"] == value["token_ids"]
 
 
-def test_compare_prints_the_text_once_and_the_comparison(aquiline, folders):  # noqa: F811
+def test_compare_prints_the_text_once_and_the_comparison(aquiline, folders, monkeypatch):  # noqa: F811
+    ran, run = [], Model.run
+    monkeypatch.setattr(Model, "run", lambda self, request: ran.append(request) or run(self, request))
     code, out, err = aquiline("generate", "hi", *models(folders), "--max-new-tokens", 20, "--compare")
+    assert [request.reused_tokens for request in ran[-2:]] == [0, 0]  # neither profits from the other
+    monkeypatch.undo()
     assert (code, out) == (0, load(folders).generate("hi", max_new_tokens=20).text + "\n")
     assert "equal        yes · speed-up" in err
     assert err.count("tokens/s") == 2

@@ -1,7 +1,9 @@
 """The engine: lossless with every kind of draft, caches equal to a fresh prefill, stops, limits, batches."""
 
 import dataclasses
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -61,8 +63,8 @@ class Scripted:
         self.planted.append(len(right))
         return Tree.from_tokens(tokens, parents)
 
-    def move(self, source, destination):
-        self.inner.move(source, destination)
+    def copy(self, source, destination, length):
+        self.inner.copy(source, destination, length)
 
     def truncate(self, slot, length):
         self.inner.truncate(slot, length)
@@ -94,6 +96,21 @@ def fresh_caches(target, draft, known):
     return out, real
 
 
+def check_caches(target, draft, engine, row):
+    """Of a row between two cycles: both as after a fresh prefill of its tokens."""
+    out, real = fresh_caches(target, draft, row.known)
+    n, r = len(row.known) - 1, engine.drafter.length(row.slot)
+    assert engine.cache.lengths[row.slot] == n
+    assert r <= n  # rows of this cycle's path are fed at the next
+    caches = [(engine.cache, n, out), (getattr(engine.drafter, "inner", engine.drafter).cache, r, real)]
+    for cache, length, fresh in caches:
+        keys, values = cache.read([row.slot])
+        assert torch.allclose(keys, fresh.keys_LBGNE[:, :, :, :length], atol=1e-4)
+        assert torch.allclose(values, fresh.values_LBGNE[:, :, :, :length], atol=1e-4)
+    pending = torch.cat([out.aux_BNA[0, :0], *row.pending_aux])
+    assert torch.allclose(pending, out.aux_BNA[0, r:], atol=1e-4)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_scripted_acceptance_leaves_both_caches_as_a_fresh_prefill(batch):
     target = tiny_target()
@@ -101,9 +118,9 @@ def test_scripted_acceptance_leaves_both_caches_as_a_fresh_prefill(batch):
     prompts = [prompt(n, seed) for seed, n in enumerate((7, 3, 12))][:batch]
     plain = decode(target, None, prompts, limit=60)
     continuation = {tuple(p): r.output_ids for p, r in zip(prompts, plain, strict=True)}
-    engine = Engine(target, None, max_batch=batch)
-    inner = EagleDrafter(draft, target.embed, batch, engine.context)
-    engine.drafter = scripted = Scripted(inner, continuation, SHAPES)
+    inner = EagleDrafter(draft, target.model.embed_tokens, batch, 256)
+    scripted = Scripted(inner, continuation, SHAPES)
+    engine = Engine(target, scripted, max_batch=batch)
     requests = [engine.submit(Request(p, limits=Limits(60), tree=TreeConfig(5, 5, 10))) for p in prompts]
     lengths = set()
     while engine.busy:
@@ -111,16 +128,7 @@ def test_scripted_acceptance_leaves_both_caches_as_a_fresh_prefill(batch):
         for request, row in engine._running:
             known = row.known
             assert known == list(request.prompt_ids) + request.output_ids
-            out, real = fresh_caches(target, draft, known)
-            n = len(known) - 1
-            assert engine.cache.lengths[row.slot] == n
-            assert torch.allclose(engine.cache.keys_LRGSE[:, row.slot, :, :n], out.keys_LBGNE[:, 0], atol=1e-4)
-            assert torch.allclose(engine.cache.values_LRGSE[:, row.slot, :, :n], out.values_LBGNE[:, 0], atol=1e-4)
-            r = inner.cache.lengths[row.slot]
-            assert r <= n  # rows of this cycle's path are fed at the next
-            assert torch.allclose(inner.cache.keys_LRGSE[:, row.slot, :, :r], real.keys_LBGNE[:, 0, :, :r], atol=1e-4)
-            pending = torch.cat(row.pending_aux)
-            assert torch.allclose(pending, out.aux_BNA[0, r:], atol=1e-4)
+            check_caches(target, draft, engine, row)
             lengths.update(request.cycle_lengths)
     for request, reference in zip(requests, plain, strict=True):
         assert request.output_ids == reference.output_ids
@@ -207,19 +215,18 @@ def test_stop_inside_an_accepted_run_ends_the_text_there():
     stop = text[at]
     assert stop not in text[:at]
     for limit in (at + 1, 40):  # a stop beats the limit reached by the same token
-        engine = Engine(target, None)
-        inner = EagleDrafter(draft, target.embed, 1, 256)
-        engine.drafter = Scripted(inner, {tuple(p): text}, [([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4])])
-        r = Request(p, limits=Limits(limit, frozenset({stop})), tree=TreeConfig(5, 1, 5), hold=True)
+        inner = EagleDrafter(draft, target.model.embed_tokens, 1, 256)
+        engine = Engine(target, Scripted(inner, {tuple(p): text}, [([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4])]))
+        r = Request(p, limits=Limits(limit, frozenset({stop})), tree=TreeConfig(5, 1, 5))
         engine.run([r])
         assert r.output_ids == text[: at + 1]
         assert r.finish_reason == "stop"
         assert len(r.origins) == len(r.output_ids)
         if limit == 40:  # the whole chain was accepted, and two tokens behind the stop dropped
             assert r.origins == [OWN, 1, 2, 3]
-            ((_, row),) = engine._held.values()
-            assert row.known == p + text[: at + 1]
-            assert engine.cache.lengths[0] == len(row.known) - 1
+            (known,) = engine._slots._ended.values()
+            assert known == p + text[: at + 1]
+            assert engine.cache.lengths[0] == len(known) - 1
 
 
 def test_limits_and_reasons():
@@ -274,23 +281,20 @@ def test_streaming_gives_every_token_once_with_its_origin_and_leaving_cancels():
     )
 
 
-def test_a_held_cache_is_reused_and_changes_neither_text_nor_tau():
+def test_a_cache_found_again_changes_neither_text_nor_tau():
     target = tiny_target()
     draft = tiny_draft(target)
     tree = TreeConfig(4, 4, 12)
     for cut in (0, 3, 8):  # the second prompt keeps all of the first turn, or only part of it
         engine = Engine(target, draft)
-        first = Request(prompt(9), limits=Limits(15), tree=tree, hold=True)
+        first = Request(prompt(9), limits=Limits(15), tree=tree)
         engine.run([first])
         history = list(first.prompt_ids) + first.output_ids
         second_prompt = history[: len(history) - cut] + prompt(6, 5)
-        second = engine.submit(Request(second_prompt, limits=Limits(25), tree=tree), after=first)
+        second = engine.submit(Request(second_prompt, limits=Limits(25), tree=tree))
         engine.step()
         ((_, row),) = engine._running
-        out, real = fresh_caches(target, draft, row.known)
-        for cache, fresh in ((engine.cache, out), (engine.drafter.cache, real)):
-            n = cache.lengths[0]
-            assert torch.allclose(cache.keys_LRGSE[:, 0, :, :n], fresh.keys_LBGNE[:, 0, :, :n], atol=1e-4)
+        check_caches(target, draft, engine, row)
         while engine.busy:
             engine.step()
         alone = Request(second_prompt, limits=Limits(25), tree=tree)
@@ -355,19 +359,6 @@ def test_ngram_drafter_proposes_the_latest_longest_match():
     assert tree.parents_N.tolist() == [-1, 0, -1, 2]
 
 
-def test_a_cache_grows_with_its_rows_and_keeps_what_it_held():
-    target = tiny_target(max_positions=4096)
-    cache = target.new_cache(2, 4000)
-    assert cache.keys_LRGSE.shape[3] == 1024
-    out = target(torch.tensor([prompt(700)]), torch.arange(700)[None])
-    for _ in range(2):
-        cache.keep(1, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
-    assert cache.lengths == [0, 1400]
-    assert cache.keys_LRGSE.shape[3] == 2048
-    assert torch.equal(cache.keys_LRGSE[:, 1, :, :700], out.keys_LBGNE[:, 0])
-    assert torch.equal(cache.values_LRGSE[:, 1, :, 700:1400], out.values_LBGNE[:, 0])
-
-
 def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
     """Row 46 of what users trip over: a deeper node must attend to its own ancestors and carry their features."""
     target = tiny_target()
@@ -388,7 +379,7 @@ def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
     grow = engine.drafter.draft
     engine.drafter.draft = lambda rows, _: trees.extend(grow(rows)) or trees
     with torch.inference_mode():
-        engine._admit()
+        engine._prefill()
         ((_, row),) = engine._running
         known = list(row.known)
         engine.step()
@@ -432,20 +423,6 @@ def test_target_and_draft_may_have_different_dtypes(kinds):
     assert r.cycles > 0
     if kinds[0] == torch.float32:
         assert r.output_ids == decode(target, None, [prompt(9)], limit=20)[0].output_ids
-
-
-def test_a_held_cache_gives_way_to_a_request_that_needs_the_slot():
-    target = tiny_target()
-    engine = Engine(target, tiny_draft(target))
-    first = Request(prompt(9), limits=Limits(8), tree=TreeConfig(2, 2, 4), hold=True)
-    engine.run([first])
-    other = engine.run([Request(prompt(5), limits=Limits(8))])[0]
-    assert len(other.output_ids) == 8
-    again = engine.submit(Request([*first.prompt_ids, *first.output_ids, 3], limits=Limits(8)), after=first)
-    while engine.busy:
-        engine.step()
-    assert again.reused_tokens == 0
-    assert again.output_ids == Engine(target).run([Request(again.prompt_ids, limits=Limits(8))])[0].output_ids
 
 
 def test_an_exception_in_a_step_leaves_no_row_half_way():
@@ -506,11 +483,8 @@ def test_what_is_not_a_number_in_one_request_does_not_reach_the_next():
 def test_a_plain_turn_with_a_head_loaded_reuses_its_cache():
     target = tiny_target()
     engine = Engine(target, tiny_draft(target))
-    first = Request(prompt(9), limits=Limits(6), hold=True)
-    engine.run([first])
-    second = engine.submit(Request([*first.prompt_ids, *first.output_ids, 3], limits=Limits(6)), after=first)
-    while engine.busy:
-        engine.step()
+    (first,) = engine.run([Request(prompt(9), limits=Limits(6))])
+    (second,) = engine.run([Request([*first.prompt_ids, *first.output_ids, 3], limits=Limits(6))])
     assert second.reused_tokens >= 12
 
 
@@ -574,3 +548,201 @@ def test_the_head_runs_once_a_cycle_for_the_rows_that_need_logits_and_once_for_t
     while engine.busy:
         engine.step()
     assert [r.output_ids for r in requests] == alone
+
+
+def alone(target, draft, request):
+    """What the same request gets from an engine of its own."""
+    return Engine(target, draft).run([Request(request.prompt_ids, request.sampling, request.limits, request.tree)])[0]
+
+
+def test_a_long_prompt_holds_nobody_up_for_longer_than_its_part_of_a_step(monkeypatch):
+    monkeypatch.setattr("aquiline.decode.engine.PREFILL_CHUNK", 16)
+    target = tiny_target()
+    draft = tiny_draft(target)
+    engine = Engine(target, draft, max_batch=3)
+    tree = TreeConfig(3, 2, 5)
+    first = engine.submit(Request(prompt(5), limits=Limits(60), tree=tree))
+    engine.step()
+    long = engine.submit(Request(prompt(100, 1), limits=Limits(10), tree=tree))
+    short = engine.submit(Request(prompt(6, 2), limits=Limits(10), tree=tree))
+    forward, passes = type(target).forward, []
+    monkeypatch.setattr(
+        type(target), "forward", lambda self, ids, *rest: passes.append(ids.shape) or forward(self, ids, *rest)
+    )
+    steps = 0
+    while long.first_token_at is None:
+        had, passes[:] = len(first.output_ids), []
+        touched = engine.step()
+        steps += 1
+        assert first in touched
+        assert len(first.output_ids) > had
+        assert sum(tokens for rows, tokens in passes[:-1]) <= 16  # the last pass is the cycle's
+        assert passes[-1] == (1 if steps < 7 else 3, 6)
+    assert steps == 7  # 100 tokens; what is left of the last part lets the short one in
+    assert short.first_token_at is not None
+    while engine.busy:
+        engine.step()
+    for r in (first, long, short):
+        single = alone(target, draft, r)
+        assert r.output_ids == single.output_ids
+        assert r.cycle_lengths == single.cycle_lengths
+
+
+def stepped(engine, requests):
+    """Run to the end; the tokens as they became known, and that the cache kept its bound."""
+    seen = {id(r): list(r.output_ids) for r in requests}
+    while engine.busy:
+        engine.step()
+        assert sum(engine.cache.lengths) <= engine.cache.tokens
+        assert engine.cache.keys_LGSE.shape[2] <= engine.cache.tokens
+        assert engine.drafter is None or engine.drafter.cache.keys_LGSE.shape[2] <= engine.cache.tokens
+        for r in requests:
+            tokens = seen[id(r)]
+            assert r.output_ids[: len(tokens)] == tokens
+            tokens += r.output_ids[len(tokens) :]
+    return [seen[id(r)] for r in requests]
+
+
+@pytest.mark.parametrize("tree", [None, TreeConfig(4, 3, 10)], ids=str)
+def test_the_youngest_gives_way_when_the_cache_is_full_and_loses_nothing(tree):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    engine = Engine(target, draft, max_batch=4, cache_tokens=100)
+    sampling = [SamplingConfig(temperature=0.9, seed=i, frequency_penalty=0.4, top_k=20) for i in range(3)]
+    requests = [Request(prompt(12, i), s, Limits(40), tree) for i, s in enumerate([*sampling, SamplingConfig()])]
+    for r in requests:
+        engine.submit(r)
+    streamed = stepped(engine, requests)
+    assert requests[0].preempted == 0
+    assert requests[3].preempted >= requests[2].preempted >= 1
+    for r, tokens in zip(requests, streamed, strict=True):
+        single = alone(target, draft, r)
+        assert tokens == r.output_ids == single.output_ids
+        assert r.cycle_lengths == single.cycle_lengths
+        assert r.origins == single.origins
+        assert r.finish_reason == "length"
+
+
+def test_a_cache_with_no_token_to_spare_is_not_outgrown_when_everything_is_accepted():
+    target = tiny_target()
+    prompts = [prompt(10, seed) for seed in (1, 2)]
+    plain = decode(target, None, prompts, limit=30)
+    continuation = {tuple(p): r.output_ids for p, r in zip(prompts, plain, strict=True)}
+    for tokens in range(24, 48):  # from room for one to room for both
+        inner = EagleDrafter(tiny_draft(target), target.model.embed_tokens, 2, 256, tokens)
+        engine = Engine(target, Scripted(inner, continuation, [([-1, 0, 1, 2, 3], [0, 1, 2, 3, 4])]), 2, None, tokens)
+        requests = [Request(p, limits=Limits(15), tree=TreeConfig(5, 1, 5)) for p in prompts]
+        engine.run(requests)  # the cache asserts its bound
+        assert [r.output_ids for r in requests] == [r.output_ids[:15] for r in plain]
+        assert all(max(r.cycle_lengths) == 6 for r in requests)
+
+
+def test_a_request_that_can_never_fit_is_refused():
+    engine = Engine(tiny_target(), max_batch=4, context=60, cache_tokens=40)
+    with pytest.raises(UserError, match="prompt of 30 tokens and a reply of up to 12 do not fit into a cache of 40"):
+        engine.submit(Request(prompt(30), limits=Limits(12)))
+    with pytest.raises(UserError, match="a reply of up to 10 do"):  # no more than the context has
+        engine.submit(Request(prompt(50), limits=Limits(500)))
+    with pytest.raises(UserError, match="cache_tokens 0"):
+        Engine(tiny_target(), cache_tokens=0)
+    fits, none = Request(prompt(30), limits=Limits(11)), Request(prompt(80), limits=Limits(11))
+    engine.run([fits, none])  # the second has no place in the context, which is no matter of the cache
+    assert (fits.finish_reason, none.finish_reason) == ("length", "context")
+
+
+def test_first_come_first_served_even_if_the_first_needs_much_room():
+    target = tiny_target()
+    engine = Engine(target, None, max_batch=4, cache_tokens=100)
+    order = []
+
+    def submit(n, seed, limit):
+        return engine.submit(Request(prompt(n, seed), limits=Limits(limit)))
+
+    running = [submit(20, 0, 30), submit(20, 1, 30)]
+    engine.step()
+    long = submit(60, 2, 5)
+    shorts = [submit(3, 3 + i, 2) for i in range(20)]
+    while engine.busy:
+        order += [r for r in engine.step() if r.finish_reason is not None]
+        if long.first_token_at is None:
+            assert all(r.first_token_at is None for r in shorts)
+    assert long.preempted == 0
+    assert order[:2] == running
+    started = [r.first_token_at for r in (long, *shorts)]
+    assert started == sorted(started)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_request_gets_does_not_depend_on_the_others(packed, monkeypatch):
+    """Other lengths, settings, trees; a full cache, shared prefixes, prompts in parts, and two that are cancelled."""
+    monkeypatch.setattr("aquiline.decode.engine.PREFILL_CHUNK", 20)
+    target = tiny_target()
+    draft = tiny_draft(target)
+    if packed:  # where the kernel runs
+        target.pack()
+        draft.pack()
+    kinds = [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.8, seed=1, repetition_penalty=1.3),
+        SamplingConfig(temperature=1.0, seed=2, top_p=0.9),
+        SamplingConfig(logit_bias=((5, -100.0), (7, 1.5))),
+        SamplingConfig(temperature=0.7, seed=3, presence_penalty=0.5),
+    ]
+    trees = [TreeConfig(6, 8, 60), None, TreeConfig(3, 3, 7), TreeConfig(5, 1, 5)]
+    prompts = [prompt(n, i) for i, n in enumerate((3, 47, 9, 30, 18, 5, 64))]
+    prompts.append([*prompts[3][:25], *prompt(6, 9)])
+    requests = [
+        Request(p, kinds[i % 5], Limits(20 + 7 * (i % 4), frozenset({11})), trees[i % 4]) for i, p in enumerate(prompts)
+    ]
+    singles = [alone(target, draft, r) for r in requests]
+    engine = Engine(target, draft, max_batch=6, cache_tokens=170)
+    for r in requests:
+        engine.submit(r)
+    while not any(r.preempted for r in requests):
+        engine.step()
+    left = [engine._running[1][0], engine._waiting[0][0]]
+    assert left[1].preempted
+    for r in left:
+        assert r.output_ids
+        engine.cancel(r)
+    stepped(engine, requests)
+    assert sum(r.preempted for r in requests if r not in left) > 0
+    assert any(r.reused_tokens for r in requests)
+    for r, single in zip(requests, singles, strict=True):
+        if r in left:
+            assert r.finish_reason == "cancelled"
+            assert r.output_ids == single.output_ids[: len(r.output_ids)]
+        else:
+            assert r.output_ids == single.output_ids
+            assert r.cycle_lengths == single.cycle_lengths
+            assert r.finish_reason == single.finish_reason
+
+
+def test_nothing_grows_over_2000_requests():
+    target = tiny_target(num_layers=3, capture_after=(0, 1, 2), hidden_size=16, intermediate_size=16, head_dim=4).pack()
+    draft = tiny_draft(target).pack()
+    engine = Engine(target, draft, max_batch=8, cache_tokens=60)
+    alive: weakref.WeakSet[Request] = weakref.WeakSet()
+    measured, preempted = {}, 0
+    for number in range(20, 2001, 20):
+        sampling = SamplingConfig(temperature=1.0, seed=number, presence_penalty=0.1)
+        tree = None if number % 40 else TreeConfig(2, 2, 3)
+        requests = [Request(prompt(4 + i % 3, number + i), sampling, Limits(4), tree) for i in range(20)]
+        alive.update(requests)
+        for r in requests:
+            engine.submit(r)
+        engine.step()
+        engine.cancel(requests[2])
+        while engine.busy:
+            engine.step()
+        preempted += sum(r.preempted for r in requests)
+        if number in (200, 2000):
+            del requests, r
+            gc.collect()
+            tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+            held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+            measured[number] = len(tensors), sum(held.values()), len(alive)
+    assert engine.cache.keys_LGSE.shape[2] == engine.drafter.cache.keys_LGSE.shape[2] == 60
+    assert preempted > 20
+    assert measured[200] == measured[2000]
+    assert measured[2000][2] == 0

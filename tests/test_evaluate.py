@@ -81,6 +81,16 @@ def test_the_record_follows_its_contract_and_its_formulas(model):
     json.dumps(record, allow_nan=False)
 
 
+def test_no_run_profits_from_what_another_has_cached(model, monkeypatch):
+    ran, run = [], type(model).run
+    monkeypatch.setattr(type(model), "run", lambda self, request: ran.append(request) or run(self, request))
+    config = EvalConfig(TreeConfig(3, 1, 3), 8)
+    for _ in range(2):
+        list(compare(model, render(model, "t", PROMPTS[:2]), config))
+    assert len(ran) == 8
+    assert all(request.reused_tokens == 0 for request in ran)
+
+
 def test_times_of_a_loaded_machine_are_left_out_unless_they_are_wanted(model):
     config = EvalConfig(TreeConfig(3, 1, 3), 12)
     block = summarise(list(compare(model, render(model, "t", PROMPTS[:2]), config)), config, model.draft)

@@ -95,7 +95,9 @@ def _compare(model: "Model", messages: list[dict[str, Any]], settings: dict[str,
 
     for plain in (True, False):
         model.generate(messages, plain=plain, **settings | {"max_new_tokens": min(16, settings["max_new_tokens"])})
+    model.engine.forget()  # each way runs its prompt
     result = model.generate(messages, **settings)
+    model.engine.forget()
     plain_result = model.generate(messages, plain=True, **settings)
     ids = model.prompt_ids(messages)
     parted = divergence(model.target, ids, plain_result.token_ids, result.token_ids)

@@ -106,17 +106,15 @@ def through_engine(
 ) -> Iterator[Dialogue]:
     """Run dialogues, `in_flight` at a time, in one batch; those that ended, in the order in which they do.
 
-    A later turn keeps the cache of the one before.
+    A later turn finds the cache of the one before.
     """
     engine = Engine(model.target, model.draft, in_flight, max_length)
     waiting, running = iter(dialogues), dict[int, tuple[Dialogue, Request]]()
 
-    def submit(dialogue: Dialogue, turn: Turn, before: Request | None) -> None:
-        request = model.request(
-            turn.ids, max_new_tokens=turn.max_new_tokens, temperature=turn.temperature, seed=turn.seed,
-            hold=dialogue.goes_on,
-        )  # fmt: skip
-        engine.submit(request, before)
+    def submit(dialogue: Dialogue, turn: Turn) -> None:
+        request = engine.submit(
+            model.request(turn.ids, max_new_tokens=turn.max_new_tokens, temperature=turn.temperature, seed=turn.seed)
+        )
         running[id(request)] = dialogue, request
 
     while True:
@@ -125,7 +123,7 @@ def through_engine(
             if turn is None:
                 yield dialogue
             else:
-                submit(dialogue, turn, None)
+                submit(dialogue, turn)
         if not running:
             return
         for request in engine.step():
@@ -136,9 +134,8 @@ def through_engine(
             tau.emitted += sum(request.cycle_lengths)
             turn = dialogue.next(_reply(request))
             if turn is not None:
-                submit(dialogue, turn, request)
+                submit(dialogue, turn)
                 continue
-            engine.release(request)
             yield dialogue
 
 

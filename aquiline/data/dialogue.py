@@ -83,11 +83,6 @@ class Dialogue:
                 self.error = error
         return self._turn
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether more is to be asked after the turn that was given last."""
-        return bool(self._coming)
-
     def _ask(self) -> Turn | None:
         while self._coming:
             self._messages.append(self._coming.popleft())

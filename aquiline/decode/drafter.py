@@ -46,12 +46,12 @@ class Row:
 
 
 class Drafter(Protocol):
-    """Proposes a tree per row before each verification; the engine tells it of slots that move or end."""
+    """Proposes a tree per row before each verification; the engine tells it of rows that begin or end."""
 
     reads_aux: bool
 
     def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]: ...
-    def move(self, source: int, destination: int) -> None: ...
+    def copy(self, source: int, destination: int, length: int) -> None: ...
     def truncate(self, slot: int, length: int) -> None: ...
     def length(self, slot: int) -> int: ...
     def probe_level(self, slots: list[int], width: int) -> None: ...
@@ -62,9 +62,16 @@ class EagleDrafter:
 
     reads_aux = True
 
-    def __init__(self, draft: Draft, target_embed: Callable[[Tensor], Tensor], num_slots: int, capacity: int) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        target_embed: Callable[[Tensor], Tensor],
+        num_slots: int,
+        capacity: int,
+        tokens: int | None = None,
+    ) -> None:
         self.model = draft
-        self.cache = draft.new_cache(num_slots, capacity)
+        self.cache = draft.new_cache(num_slots, capacity, tokens)
         self._target_embed = target_embed
 
     def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]:
@@ -162,8 +169,8 @@ class EagleDrafter:
     def _device(self) -> torch.device:
         return self.model.vocab.target_ids_W.device
 
-    def move(self, source: int, destination: int) -> None:
-        self.cache.move(source, destination)
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self.cache.copy(source, destination, min(length, self.cache.lengths[source]))
 
     def truncate(self, slot: int, length: int) -> None:
         self.cache.truncate(slot, min(length, self.cache.lengths[slot]))
@@ -282,7 +289,7 @@ class NgramDrafter:
                     return Tree.from_paths(paths, config.num_nodes, self._device)
         return Tree.from_paths(paths, config.num_nodes, self._device)
 
-    def move(self, source: int, destination: int) -> None:
+    def copy(self, source: int, destination: int, length: int) -> None:
         pass
 
     def truncate(self, slot: int, length: int) -> None:

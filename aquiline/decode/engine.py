@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave between steps; every step is one cycle for all that run.
 
-A request carries its own sampling, limits, tree and stop matcher. Rows in use stay in adjacent slots, so that a pass
-reads the cache as a view.
+A request carries its own sampling, limits, tree and stop matcher. What it gets does not depend on what else runs:
+neither on the rest of its batch, nor on whose cache it shares, nor on whether it had to give its own back for a while.
 """
 
 import functools
@@ -17,7 +17,8 @@ from aquiline.config import Limits, SamplingConfig, TreeConfig, UserError, requi
 from aquiline.decode.cost import Chooser, Costs, costs_file
 from aquiline.decode.drafter import Drafter, EagleDrafter, NgramDrafter, Row
 from aquiline.decode.sampling import Sampler
-from aquiline.decode.step import Outcome, prefill, speculative_step
+from aquiline.decode.slots import Slots
+from aquiline.decode.step import PREFILL_CHUNK, Outcome, prefill, speculative_step
 from aquiline.model.backend import describe, kernel_fingerprint
 from aquiline.model.draft import Draft
 from aquiline.model.machine import cache_folder, cpu_flags, cpu_name
@@ -60,7 +61,6 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     tree: TreeConfig | None = None
     matcher: Matcher | None = None
-    hold: bool = False  # keep its cache for a following request (`Engine.submit(..., after=this)`)
 
     output_ids: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)  # per output token: OWN, or the depth it was drafted at
@@ -74,7 +74,8 @@ class Request:
     submitted_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float | None = None
-    reused_tokens: int = 0  # of the prompt, taken over from the request before
+    reused_tokens: int = 0  # of the prompt, found in the cache
+    preempted: int = 0  # times that its part of the cache was needed by older requests
 
     @property
     def cycles(self) -> int:
@@ -95,45 +96,60 @@ class Engine:
     """Runs requests on one target, with or without a draft."""
 
     def __init__(
-        self, target: Target, draft: Draft | Drafter | str | None = None, max_batch: int = 1, context: int | None = None
+        self,
+        target: Target,
+        draft: Draft | Drafter | str | None = None,
+        max_batch: int = 1,
+        context: int | None = None,
+        cache_tokens: int | None = None,
     ) -> None:
         """`draft`: an EAGLE-3 head, `"ngram"` for prompt lookup, a drafter of one's own, or None.
         `context`: the most tokens of prompt and reply together, by default what the target allows.
+        `cache_tokens`: the most tokens of all requests that are cached; by default there is room for `max_batch` of
+        the longest.
         """
         self.target = target
         self.context = min(context or target.config.max_positions, target.config.max_positions)
         require(max_batch >= 1, f"max_batch {max_batch} must be at least 1")
+        require(cache_tokens is None or cache_tokens >= 1, f"cache_tokens {cache_tokens} must be at least 1")
         self._num_slots = max_batch
-        self.cache = target.new_cache(max_batch, self.context)
+        self.cache = target.new_cache(max_batch, self.context, cache_tokens)
         self.drafter: Drafter | None
         if isinstance(draft, Draft):
-            self.drafter = EagleDrafter(draft, target.model.embed_tokens, max_batch, self.context)
+            self.drafter = EagleDrafter(draft, target.model.embed_tokens, max_batch, self.context, cache_tokens)
         elif isinstance(draft, str):
             require(draft == "ngram", f"draft {draft!r} is not known to the engine; give a head or 'ngram'")
             self.drafter = NgramDrafter(target.device)
         else:
             self.drafter = draft
         self.chooser: Chooser | None = None  # of trees that are `auto`
-        self._waiting: deque[tuple[Request, Request | None]] = deque()
+        self._slots = Slots(self.cache, self.drafter, max_batch)
+        # First come, first served: in both the oldest stands first, and all that run are older than all that wait.
+        self._waiting: deque[tuple[Request, Row | None]] = deque()  # with a row: it has run before
         self._running: list[tuple[Request, Row]] = []
-        self._held: dict[int, tuple[Request, Row]] = {}  # by id of the request
 
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def submit(self, request: Request, after: Request | None = None) -> Request:
-        """Queue a request. `after`: a finished request that was held; what the two prompts share is not run again.
+    def submit(self, request: Request) -> Request:
+        """Queue a request.
 
-        UserError for an empty prompt or ids outside the vocabulary.
+        UserError for an empty prompt, ids outside the vocabulary, and more tokens than the cache has room for.
         """
         vocab_size = self.target.config.vocab_size
         require(len(request.prompt_ids) > 0, "the prompt is empty: give at least one token")
         bad = [i for i in request.prompt_ids if not 0 <= i < vocab_size]
         require(not bad, f"prompt token {bad[0] if bad else 0} is outside the target's vocabulary of {vocab_size}")
         Sampler(request.sampling, (), vocab_size)  # what is wrong with it is refused here, not in somebody's step
+        longest = min(len(request.prompt_ids) + request.limits.max_new_tokens, self.context)
+        require(
+            longest - 1 <= self.cache.tokens or self._ends_at_once(request) is not None,
+            f"a prompt of {len(request.prompt_ids)} tokens and a reply of up to {longest - len(request.prompt_ids)} do "
+            f"not fit into a cache of {self.cache.tokens} tokens; give less of either, or a larger cache_tokens",
+        )
         request.submitted_at = time.perf_counter()
-        self._waiting.append((request, after))
+        self._waiting.append((request, None))
         return request
 
     @torch.inference_mode()
@@ -147,16 +163,16 @@ class Engine:
         for running, row in self._running:
             if running is request:
                 self._finish(request, row, "cancelled")
-                self._remove([request])
                 return
 
-    def release(self, request: Request) -> None:
-        """Give back the cache of a held request."""
-        self._held.pop(id(request), None)
+    def forget(self) -> None:
+        """Drop what requests that ended have left in the cache; for measurements, which must not profit from it."""
+        self._slots.shrink(0)
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Admit what fits, run one cycle, retire what has ended. Returns the requests that gained tokens or ended.
+        """Admit what fits, run a part of the prompts and one cycle, retire what has ended. Returns the requests that
+        gained tokens or ended.
 
         Left by an exception, it has cancelled all that ran: a row may stand between two states.
         """
@@ -164,21 +180,20 @@ class Engine:
             return self._step()
         except BaseException:
             for request, row in self._running:
-                if request.finish_reason is None:
-                    self._finish(request, row, "cancelled")
-            self._remove([request for request, _ in self._running])
+                self._finish(request, row, "cancelled")
+            self.forget()
             raise
 
     def _step(self) -> list[Request]:
-        touched = self._admit()
-        self._remove([r for r, _ in self._running if r.finish_reason is not None])  # by their first token
-        if self._running:
-            rows = [row for _, row in self._running]
+        self._make_room()
+        touched = self._prefill()
+        ready = [(request, row) for request, row in self._running if not self._missing(request, row)]
+        if ready:
+            rows = [row for _, row in ready]
             outcomes = speculative_step(self.target, self.cache, self.drafter, rows, self._choosing(rows))
-            for (request, row), outcome in zip(self._running, outcomes, strict=True):
+            for (request, row), outcome in zip(ready, outcomes, strict=True):
                 self._take(request, row, outcome)
                 touched.append(request)
-        self._remove([r for r, _ in self._running if r.finish_reason is not None])
         if self.chooser is not None and not self.busy:
             self.chooser.costs.save_now_and_then()
         return list(dict.fromkeys(touched))
@@ -227,12 +242,12 @@ class Engine:
                 self.cancel(request)
         return requests
 
-    def stream(self, request: Request, after: Request | None = None) -> Iterator[list[tuple[int, int]]]:
+    def stream(self, request: Request) -> Iterator[list[tuple[int, int]]]:
         """Submit one request and yield its new (token id, origin) pairs after each step, until it ends.
 
         Leaving the loop early cancels the request.
         """
-        self.submit(request, after)
+        self.submit(request)
         sent = 0
         try:
             while request.finish_reason is None:
@@ -243,64 +258,83 @@ class Engine:
         finally:
             self.cancel(request)
 
-    def _admit(self) -> list[Request]:
-        touched = []
-        while self._waiting:
-            request, after = self._waiting[0]
-            before = self._held.pop(id(after), None) if after is not None else None
-            if before is None and len(self._running) + len(self._held) >= self._num_slots:
-                if not self._held:
-                    break
-                self.release(next(iter(self._held.values()))[0])  # only a cache: what needs it is computed again
-            self._waiting.popleft()
-            touched.append(request)
-            try:
-                self._start(request, before[1] if before is not None else None)
-            except BaseException:
-                request.finish_reason = request.finish_reason or "cancelled"
-                raise
+    def _make_room(self) -> None:
+        """For the coming cycle. Where the rows might outgrow the cache, the youngest gives its part back and waits
+        before all others, to be run again from what it knows; nothing it has emitted changes.
+        """
+        while self._needed() > self.cache.tokens:
+            request, row = self._running.pop()
+            self._slots.leave(row, keep=False)
+            request.preempted += 1
+            self._waiting.appendleft((request, row))
+        self._slots.shrink(self.cache.tokens - self._needed())
+
+    def _needed(self) -> int:
+        return sum(_needs(request, row) for request, row in self._running)
+
+    def _prefill(self) -> list[Request]:
+        """Run a limited number of tokens that are known but not cached, those of the oldest request first. So those
+        that are further on wait for a part of a long prompt, not for all of it. Requests join as long as some are left.
+        """
+        touched: list[Request] = []
+        left = PREFILL_CHUNK
+        while left > 0:
+            coming = next((pair for pair in self._running if self._missing(*pair)), None) or self._admit(touched)
+            if coming is None:
+                break
+            request, row = coming
+            count = min(left, self._missing(request, row))
+            left -= count
+            reads_aux = self.drafter is not None and self.drafter.reads_aux
+            first = prefill(self.target, self.cache, row, count, reads_aux=reads_aux)
+            if first is not None:
+                request.first_token_at = time.perf_counter()
+                row.known.append(first)
+                self._emit(request, row, [first], [OWN])
+                touched.append(request)
         return touched
 
-    def _start(self, request: Request, before: Row | None) -> None:
-        """Prefill; the first token comes from it."""
+    def _missing(self, request: Request, row: Row) -> int:
+        """Known tokens to be run before the first cycle; the last one belongs to that, once there is output."""
+        return len(row.known) - bool(request.output_ids) - self.cache.lengths[row.slot]
+
+    def _admit(self, touched: list[Request]) -> tuple[Request, Row] | None:
+        """The request that has waited longest, if there is a slot and room for all that it knows; nobody overtakes it.
+
+        Those that end without a token are `touched`.
+        """
+        while self._waiting and len(self._running) < self._num_slots:
+            request, row = self._waiting[0]
+            reason = None if row is not None else self._ends_at_once(request)
+            if reason is not None:
+                self._waiting.popleft()
+                self._finish(request, None, reason)
+                touched.append(request)
+                continue
+            row = row or self._row(request)
+            spare = self.cache.tokens - self._needed() - _needs(request, row)
+            if spare < 0:
+                self._waiting[0] = request, row
+                return None
+            self._waiting.popleft()
+            most = len(row.known) - bool(request.output_ids) - 1  # the last one is run: the draft begins with its aux
+            self._running.append((request, row))
+            shared = self._slots.enter(row, most, spare)
+            if not request.output_ids:
+                request.reused_tokens = shared
+            return request, row
+        return None
+
+    def _ends_at_once(self, request: Request) -> str | None:
+        if request.limits.max_new_tokens == 0:
+            return "length"
+        return "context" if len(request.prompt_ids) >= self.context else None
+
+    def _row(self, request: Request) -> Row:
         prompt = list(request.prompt_ids)
-        slot = before.slot if before is not None else self._free_slot()
-        if request.limits.max_new_tokens == 0 or len(prompt) >= self.context:
-            reason = "length" if request.limits.max_new_tokens == 0 else "context"
-            self._clear(slot)
-            self._finish(request, None, reason)
-            return
         sampler = Sampler(request.sampling, prompt, self.target.config.vocab_size, self.target.device)
         tree = request.tree if self.drafter is not None else None
-        row = Row(slot, prompt, sampler, tree, min(request.limits.max_new_tokens, self.context - len(prompt)))
-        self._truncate(slot, self._reusable(before, prompt, tree))
-        request.reused_tokens = self.cache.lengths[slot]
-        first = prefill(self.target, self.cache, row, reads_aux=self.drafter is not None and self.drafter.reads_aux)
-        request.first_token_at = time.perf_counter()
-        row.known.append(first)
-        self._running.append((request, row))
-        self._emit(request, row, [first], [OWN])
-
-    def _reusable(self, before: Row | None, prompt: list[int], tree: TreeConfig | None) -> int:
-        """Of L shared tokens, L-1 rows: draft row L-1 pairs the last shared feature with the first token that differs.
-
-        Running that one token again also brings back its aux, so nothing has to be stored for it.
-        """
-        if before is None:
-            return 0
-        shared = 0
-        for old, new in zip(before.known, prompt, strict=False):
-            if old != new:
-                break
-            shared += 1
-        have = self.cache.lengths[before.slot]
-        if self.drafter is not None and tree is not None:
-            have = min(have, self.drafter.length(before.slot))
-        return max(0, min(shared - 1, len(prompt) - 1, have))
-
-    def _free_slot(self) -> int:
-        used = {row.slot for _, row in self._running} | {row.slot for _, row in self._held.values()}
-        return next(s for s in range(self._num_slots) if s not in used)
+        return Row(-1, prompt, sampler, tree, min(request.limits.max_new_tokens, self.context - len(prompt)))
 
     def _take(self, request: Request, row: Row, outcome: Outcome) -> None:
         """Book one cycle: its tokens, where they came from, and what was accepted."""
@@ -345,42 +379,21 @@ class Engine:
         return len(tokens)
 
     def _finish(self, request: Request, row: Row | None, reason: str) -> None:
+        """`row` of a request that runs; what it has cached stays, for others."""
         request.finish_reason = reason
         request.finished_at = time.perf_counter()
         if reason != "stop":
             assert request.matcher is not None
             request.matcher.finish()
         if row is not None:
-            self._truncate(row.slot, len(row.known) - 1)  # what stood behind a stop
+            self._slots.leave(row, keep=True)
+            self._running = [pair for pair in self._running if pair[0] is not request]
 
-    def _remove(self, ended: list[Request]) -> None:
-        """Take ended requests out of the batch; held ones keep their slot, of the others the slots close up."""
-        leaving = [(request, row) for request, row in self._running if any(request is e for e in ended)]
-        self._running = [(request, row) for request, row in self._running if not any(request is e for e in ended)]
-        for request, row in leaving:
-            if request.hold:
-                row.pending_aux = []
-                self._held[id(request)] = (request, row)
-            else:
-                self._clear(row.slot)
-        # The rows that run move down to the lowest slots not held, in order.
-        held = {row.slot for _, row in self._held.values()}
-        wanted = [s for s in range(self._num_slots) if s not in held]
-        self._running.sort(key=lambda pair: pair[1].slot)
-        for slot, (_, row) in zip(wanted, self._running, strict=False):
-            if row.slot != slot:
-                self.cache.move(row.slot, slot)
-                if self.drafter is not None:
-                    self.drafter.move(row.slot, slot)
-                row.slot = slot
 
-    def _clear(self, slot: int) -> None:
-        self._truncate(slot, 0)
-
-    def _truncate(self, slot: int, length: int) -> None:
-        self.cache.truncate(slot, min(length, self.cache.lengths[slot]))
-        if self.drafter is not None:
-            self.drafter.truncate(slot, length)
+def _needs(request: Request, row: Row) -> int:
+    """Tokens that a row's cache may have to hold at the end of the next cycle."""
+    depth = row.tree.depth if row.tree is not None else 0
+    return len(row.known) + min(depth + (not request.output_ids), row.room - 1)
 
 
 def check_tree_and_draft(draft: object | None, tree: TreeConfig | None) -> None:

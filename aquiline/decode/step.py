@@ -26,7 +26,7 @@ from aquiline.decode.verify import Verdict, verify
 from aquiline.model.kv_cache import KVCache
 from aquiline.model.target import PassOutput, Target
 
-PREFILL_CHUNK = 512  # prompt tokens of one pass
+PREFILL_CHUNK = 512  # tokens of prompts that are run between two cycles
 
 
 @dataclass
@@ -37,22 +37,19 @@ class Outcome:
     verdict: Verdict
 
 
-def prefill(target: Target, cache: KVCache, row: Row, *, reads_aux: bool) -> int:
-    """Run what is known but not cached; returns the first new token. Long prompts go in chunks."""
+def prefill(target: Target, cache: KVCache, row: Row, count: int, *, reads_aux: bool) -> int | None:
+    """Run the next `count` tokens that are known but not cached; returns the first new token behind the last known."""
     start = cache.lengths[row.slot]
-    assert start < len(row.known)
-    last: Tensor | None = None
-    while start < len(row.known):
-        ids = torch.tensor([row.known[start : start + PREFILL_CHUNK]], device=target.device)
-        positions = torch.arange(start, start + ids.shape[1], device=target.device)[None]
-        out = target(ids, positions, None, cache, [row.slot])
-        cache.keep(row.slot, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
-        if reads_aux and row.tree is not None:
-            row.pending_aux.append(out.aux_BNA[0])
-        last = out.last_BND[0, -1:]
-        start += ids.shape[1]
-    assert last is not None
-    logits_NV = target.logits(last)
+    ids = torch.tensor([row.known[start : start + count]], device=target.device)
+    assert ids.shape[1] == count
+    positions = torch.arange(start, start + count, device=target.device)[None]
+    out = target(ids, positions, None, cache, [row.slot])
+    cache.keep(row.slot, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
+    if reads_aux and row.tree is not None:
+        row.pending_aux.append(out.aux_BNA[0])
+    if start + count < len(row.known):
+        return None
+    logits_NV = target.logits(out.last_BND[0, -1:])
     # With an empty tree the walk is a single choice: the first token goes the same way as every other.
     return _verify(row, Tree.empty(target.device), logits_NV).bonus
 

@@ -122,6 +122,7 @@ def compare(model: Model, prompts: Sequence[Rendered], config: EvalConfig) -> It
         for plain in (False, True) if number % 2 == 0 else (True, False):
             if config.plain or not plain:
                 request = _request(model, prompt.ids, config, plain=plain)
+                model.engine.forget()  # each way runs its prompt
                 done[plain] = request, model.run(request)
         request, result = done[False]
         other = done[True][1] if True in done else None

@@ -439,13 +439,13 @@ class Decoder:
         if cache is None or slots is None:
             return [None, None, offsets, lengths, 0, 0]
         L, G, E, _ = self._shape
-        keys = cache.keys_LRGSE
+        keys = cache.keys_LGSE
         shape, stride = keys.shape, keys.stride()
         _fits(len(slots) == rows, f"{len(slots)} slots for {rows} rows")
         _fits(keys.dtype == self.dtype and keys.device.type == "cpu", f"a cache of {keys.dtype}")
-        _fits((shape[0], shape[2], shape[4]) == (L, G, E) and stride[3:] == (E, 1), f"a cache of {tuple(shape)}")
-        lengths[:], offsets[:] = [cache.lengths[s] for s in slots], [slot * stride[1] for slot in slots]
-        return [keys.data_ptr(), cache.values_LRGSE.data_ptr(), offsets, lengths, stride[0], stride[2]]
+        _fits((shape[0], shape[1], shape[3]) == (L, G, E) and stride[2:] == (E, 1), f"a cache of {tuple(shape)}")
+        lengths[:], offsets[:] = [cache.lengths[s] for s in slots], [cache.starts[s] * E for s in slots]
+        return [keys.data_ptr(), cache.values_LGSE.data_ptr(), offsets, lengths, stride[0], stride[1]]
 
     def grow(
         self,

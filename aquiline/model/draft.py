@@ -97,9 +97,9 @@ class Draft(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
-    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
-        c = self.config
-        return KVCache(1, num_slots, capacity, c.num_kv_heads, c.head_dim, self.dtype, self.norm.weight.device)
+    def new_cache(self, num_slots: int, capacity: int, tokens: int | None = None) -> KVCache:
+        c, device = self.config, self.norm.weight.device
+        return KVCache(1, num_slots, capacity, c.num_kv_heads, c.head_dim, self.dtype, device, tokens)
 
     def embed(self, ids: Tensor, target_embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Token embeddings `[..., H]`: the draft's own where it has them, else the target's."""

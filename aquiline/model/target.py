@@ -99,9 +99,9 @@ class Target(nn.Module):
         """The head's rows `[V, D]`; not available of an untied head once packed."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+    def new_cache(self, num_slots: int, capacity: int, tokens: int | None = None) -> KVCache:
         c = self.config
-        return KVCache(c.num_layers, num_slots, capacity, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+        return KVCache(c.num_layers, num_slots, capacity, c.num_kv_heads, c.head_dim, self.dtype, self.device, tokens)
 
     def forward(
         self,
