@@ -358,8 +358,8 @@ def test_a_draft_that_is_never_right_is_asked_ever_more_rarely():
         draft.lm_head.weight.zero_()
     engine = ready(Engine(target, draft), ({1: 1.0, 64: 1.9}, {1: 0.1, 8: 0.1}))
     calls = itertools.count()
-    catch_up = engine.drafter.catch_up
-    engine.drafter.catch_up = lambda rows: (next(calls) and None) or catch_up(rows)
+    grow = engine.drafter.grow
+    engine.drafter.grow = lambda *given: (next(calls) and None) or grow(*given)
     (done,) = engine.run([request([5, 6, 7], tokens=100)])
     assert len(done.output_ids) == 100
     assert next(calls) <= 6  # of 99 steps

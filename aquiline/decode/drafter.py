@@ -18,7 +18,7 @@ from aquiline.config import TreeConfig
 from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Mood
 from aquiline.decode.sampling import Sampler
 from aquiline.decode.tree import Level, Tree, TreeBuilder
-from aquiline.model.draft import Draft, DraftOutput
+from aquiline.model.draft import Draft
 
 _CATCH_UP = 512  # rows of a long prompt fed to the draft at a time
 
@@ -80,7 +80,7 @@ class EagleDrafter:
         fixed = [(b, config) for b, config in drafting if not config.auto]
         auto = [(b, config) for b, config in drafting if config.auto and not rows[b].mood.rests()]
         if fixed:
-            made, _ = _Levels(self, [rows[b] for b, _ in fixed]).grow([config for _, config in fixed])
+            made, _ = self.grow([rows[b] for b, _ in fixed], [config for _, config in fixed])
             for (b, _), tree in zip(fixed, made, strict=True):
                 trees[b] = tree
         if auto:
@@ -106,36 +106,86 @@ class EagleDrafter:
         width = max(limit.top_k for limit in limits)
         worth = [chooser.worth(mood, level(width) / len(rows), batch / V[1]) for mood in moods]
         new = max(sum(map(len, row.pending_aux)) for row in rows)
-        began = time.perf_counter()
-        levels = _Levels(self, rows)
-        caught_up = time.perf_counter() - began
-        trees, seconds = levels.grow(limits, worth)
+        trees, seconds = self.grow(rows, limits, worth)
         if new <= LONGEST_CATCH_UP:
-            chooser.costs.observe(first, new, caught_up + seconds[0])
+            chooser.costs.observe(first, new, seconds[0])
         for of_level in seconds[1:]:
             chooser.costs.observe(level, width, of_level)
         spent = first(new if new <= LONGEST_CATCH_UP else 1) + (len(seconds) - 1) * level(width)
         nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods)
         return [tree.prefix(nodes) for tree in trees]
 
-    def catch_up(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
-        """Feed the rows whose aux is new; the last row's feature `[B, 1, H]` and hidden state `[B, H]`."""
+    def grow(
+        self, rows: list[Row], configs: list[TreeConfig], worth: Sequence[Sequence[float]] = ()
+    ) -> tuple[list[Tree], list[float]]:
+        """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made. `worth`: how likely
+        each row's nodes of depth 1, 2, ... must be, together, to be run. Returns the trees, and the seconds of each
+        level, with what was new of the rows in the first.
+        """
+        embedding = self.embedding
+        if embedding is None or not self.model.grows_in_kernel(embedding):
+            return self._grow_here(rows, configs, worth)
+        began = time.perf_counter()
+        pending, _ = self._catch_up(rows, _CATCH_UP)
+        counts = [len(pending[row.slot]) for row in rows]
+        ids_BN, _, aux_BNA = self._inputs(rows, counts, pending)
+        waited = time.perf_counter() - began
+        limits = [(c.depth, c.top_k, c.num_nodes) for c in configs]
+        slots = [row.slot for row in rows]
+        grown = self.model.grow(embedding, aux_BNA, ids_BN, counts, limits, worth, self.cache, slots)
+        self._caught_up(rows)
+        first, *others = grown.seconds
+        return [Tree(*(part[b, :n] for part in grown[:4])) for b, n in enumerate(grown.nodes)], [
+            waited + first,
+            *others,
+        ]
+
+    def _grow_here(
+        self, rows: list[Row], configs: list[TreeConfig], worth: Sequence[Sequence[float]]
+    ) -> tuple[list[Tree], list[float]]:
+        """Through PyTorch, level by level; rows stop together."""
+        laps = [time.perf_counter()]
+        _, last = self._catch_up(rows, 0)
+        self._caught_up(rows)
+        feature_BH, hidden_BH = (_joined([last[row.slot][i] for row in rows]) for i in range(2))
+        levels = _Levels(self, [row.slot for row in rows], feature_BH)
+        builder = TreeBuilder(configs, self.model.vocab.target_ids_W)
+        level = builder.extend(*self.model.top(hidden_BH, builder.top_k))
+        while level is not None:
+            if worth:
+                likely = level.scores_BK.exp().sum(1).tolist()
+                if all(a < of_row[level.depth - 1] for a, of_row in zip(likely, worth, strict=True)):
+                    break
+            laps.append(time.perf_counter())
+            level = builder.extend(*levels.run(level, builder.top_k))
+        trees = builder.rerank()
+        laps.append(time.perf_counter())
+        return trees, [ended - began for began, ended in itertools.pairwise(laps)]
+
+    def _catch_up(self, rows: list[Row], leave: int) -> tuple[dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+        """Read the rows whose aux is new until no more than `leave` are left of any. By slot, the aux left, and the
+        feature and hidden state `[1, H]` of the last row read.
+        """
         last: dict[int, tuple[Tensor, Tensor]] = {}
         pending = {row.slot: _joined(row.pending_aux) for row in rows}
-        while active := [row for row in rows if len(pending[row.slot])]:
+        while active := [row for row in rows if len(pending[row.slot]) > leave]:
             counts = [min(len(pending[row.slot]), _CATCH_UP) for row in active]
-            out = self._feed(active, counts, pending)
-            for b, (row, count) in enumerate(zip(active, counts, strict=True)):
-                self.cache.keep(row.slot, out.keys_LBGNE[:, b, :, :count], out.values_LBGNE[:, b, :, :count])
-                last[row.slot] = (out.feature_BNH[b, count - 1 : count], out.hidden_BNH[b, count - 1 : count])
-                pending[row.slot] = pending[row.slot][count:]
+            ids_BN, positions_BN, aux_BNA = self._inputs(active, counts, pending)
+            slots = [row.slot for row in active]
+            out = self.model(self.embed(ids_BN), self.model.fuse(aux_BNA), positions_BN, None, self.cache, slots)
+            for b, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+                self.cache.keep(slot, out.keys_LBGNE[:, b, :, :count], out.values_LBGNE[:, b, :, :count])
+                last[slot] = (out.feature_BNH[b, count - 1 : count], out.hidden_BNH[b, count - 1 : count])
+                pending[slot] = pending[slot][count:]
+        return pending, last
+
+    def _caught_up(self, rows: list[Row]) -> None:
         for row in rows:
             row.pending_aux = []
             assert self.cache.lengths[row.slot] == len(row.known) - 1, "the draft's rows are the known tokens less one"
-        feature_BH, hidden_BH = (_joined([last[row.slot][i] for row in rows]) for i in range(2))
-        return feature_BH[:, None], hidden_BH
 
-    def _feed(self, rows: list[Row], counts: list[int], pending: dict[int, Tensor]) -> DraftOutput:
+    def _inputs(self, rows: list[Row], counts: list[int], pending: dict[int, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, positions and aux of the next `counts` rows of each, padded."""
         width = max(counts)
         ids, positions, aux = [], [], []
         for row, count in zip(rows, counts, strict=True):
@@ -145,8 +195,7 @@ class EagleDrafter:
             states = pending[row.slot][:count]
             aux.append(states if count == width else F.pad(states, (0, 0, 0, width - count)))
         ids_BN, positions_BN = torch.tensor([ids, positions], device=self._device)
-        g_BNH = self.model.fuse(aux[0][None] if len(aux) == 1 else torch.stack(aux))
-        return self.model(self.embed(ids_BN), g_BNH, positions_BN, None, self.cache, [row.slot for row in rows])
+        return ids_BN, positions_BN, aux[0][None] if len(aux) == 1 else torch.stack(aux)
 
     def probe_level(self, slots: list[int], width: int) -> None:
         """One level of `width` nodes as `_grow_what_pays` runs it, for its time: nothing is kept."""
@@ -180,49 +229,16 @@ class EagleDrafter:
 
 
 class _Levels:
-    """The draft's passes of one cycle: the real rows, already here, then level by level."""
+    """The draft's passes of one cycle behind the real rows, level by level."""
 
-    def __init__(self, drafter: EagleDrafter, rows: list[Row]) -> None:
-        self._drafter, self._slots = drafter, [row.slot for row in rows]
-        self._feature_BKH, self._hidden_BH = drafter.catch_up(rows)
+    def __init__(self, drafter: EagleDrafter, slots: list[int], feature_BH: Tensor) -> None:
+        self._drafter, self._slots, self._feature_BKH = drafter, slots, feature_BH[:, None]
         self._tree_keys_values: tuple[Tensor, Tensor] | None = None
-        last_rows = [[drafter.cache.lengths[slot] - 1] for slot in self._slots]
-        self._last_row_B1 = torch.tensor(last_rows, device=self._feature_BKH.device)
-
-    def grow(self, configs: list[TreeConfig], worth: Sequence[Sequence[float]] = ()) -> tuple[list[Tree], list[float]]:
-        """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made. Returns the trees and
-        the seconds of each level. `worth`: how likely each row's nodes of depth 1, 2, ... must be, together, to be run.
-        """
-        drafter, limits = self._drafter, [(c.depth, c.top_k, c.num_nodes) for c in configs]
-        if drafter.embedding is not None:
-            states = self._feature_BKH[:, 0], self._hidden_BH
-            grown = drafter.model.grow(drafter.embedding, *states, limits, worth, drafter.cache, self._slots)
-            if grown is not None:
-                return [Tree(*(part[b, :n] for part in grown[:4])) for b, n in enumerate(grown.nodes)], grown.seconds
-        return self._grow_here(configs, worth)
-
-    def _grow_here(self, configs: list[TreeConfig], worth: Sequence[Sequence[float]]) -> tuple[list[Tree], list[float]]:
-        """Through PyTorch; rows stop together."""
-        laps = [time.perf_counter()]
-        builder = TreeBuilder(configs, self._drafter.model.vocab.target_ids_W)
-        level = builder.extend(*self.first(builder.top_k))
-        while level is not None:
-            if worth:
-                likely = level.scores_BK.exp().sum(1).tolist()
-                if all(a < of_row[level.depth - 1] for a, of_row in zip(likely, worth, strict=True)):
-                    break
-            laps.append(time.perf_counter())
-            level = builder.extend(*self.run(level, builder.top_k))
-        trees = builder.rerank()
-        laps.append(time.perf_counter())
-        return trees, [ended - began for began, ended in itertools.pairwise(laps)]
-
-    def first(self, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` most likely draft ids behind the last real row: log-probabilities and ids `[B, C]`."""
-        return self._drafter.model.top(self._hidden_BH, count)
+        last_rows = [[drafter.cache.lengths[slot] - 1] for slot in slots]
+        self._last_row_B1 = torch.tensor(last_rows, device=feature_BH.device)
 
     def run(self, level: Level, count: int) -> tuple[Tensor, Tensor]:
-        """The same behind the nodes of a level, `[B, K, C]`."""
+        """The `count` most likely draft ids behind the nodes of a level: log-probabilities and ids `[B, K, C]`."""
         drafter = self._drafter
         parents = level.feature_rows_BK[..., None].expand(-1, -1, self._feature_BKH.shape[-1])
         out = drafter.model(

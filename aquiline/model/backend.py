@@ -103,11 +103,11 @@ class _Pass(ctypes.Structure):
 
 class _Growth(ctypes.Structure):
     _fields_ = [
-        ("head", ctypes.POINTER(_Linear)),
-        *((n, ctypes.c_void_p) for n in ("embedding", "target_ids", "feature", "hidden", "positions")),
-        *((n, ctypes.POINTER(ctypes.c_int32)) for n in ("depth", "top_k", "nodes")),
+        *((n, ctypes.POINTER(_Linear)) for n in ("fc", "head")),
+        *((n, ctypes.c_void_p) for n in ("embedding", "target_ids", "aux", "ids")),
+        *((n, ctypes.POINTER(ctypes.c_int32)) for n in ("counts", "depth", "top_k", "nodes")),
         ("worth", ctypes.POINTER(ctypes.c_float)),
-        *((n, ctypes.c_int32) for n in ("norm_output", "room")),
+        *((n, ctypes.c_int32) for n in ("new_rows", "norm_output", "room")),
         *((n, ctypes.c_void_p) for n in ("tokens", "parents", "depths", "scores")),
         ("made", ctypes.POINTER(ctypes.c_int32)),
         ("seconds", ctypes.POINTER(ctypes.c_float)),
@@ -449,47 +449,55 @@ class Decoder:
 
     def grow(
         self,
+        fc: Weights,
         head: Weights,
         embedding_VD: Tensor,
         target_ids_W: Tensor,
-        feature_BD: Tensor,
-        hidden_BD: Tensor,
+        aux_BNA: Tensor,
+        ids_BN: Tensor,
+        counts: Sequence[int],
         limits: Sequence[tuple[int, int, int]],
         worth: Sequence[Sequence[float]],
         cache: KVCache,
         slots: list[int],
         norm_output: bool,
     ) -> Grown:
-        """Trees of B rows behind the last tokens of the cache, as `TreeBuilder` (tree.py) makes them.
+        """Read what is new of each row, `counts` of N, into the cache, and make trees behind it, as `TreeBuilder`
+        (tree.py) makes them.
 
         `limits`: depth, top-k and nodes of each row. `worth`: how likely, together, a row's nodes of depth 1, 2, ...
         must be to be run; nothing is asked of deeper ones.
         """
         lib = library()
         assert lib is not None
-        B, room = len(slots), max(nodes for _, _, nodes in limits)
-        D, width = self._shape[3], min(max(k for _, k, _ in limits), len(target_ids_W))
-        states = [x.detach().to(self.dtype).contiguous() for x in (feature_BD, hidden_BD)]
-        _fits(all(x.shape == (B, D) for x in states), f"states {states[0].shape} for {B} rows of width {D}")
+        (B, N), D, A = ids_BN.shape, self._shape[3], fc.struct.inp
+        room, deepest = max(nodes for _, _, nodes in limits), max(depth for depth, _, _ in limits)
+        aux, ids = aux_BNA.detach().to(self.dtype).contiguous(), ids_BN.contiguous()
+        _fits(len(slots) == len(counts) == len(limits) == B, f"{B} rows of ids")
+        _fits(aux.shape == (B, N, A) and fc.struct.out == D, f"states {aux.shape} for {B} rows of {N} tokens")
+        _fits(ids.dtype == target_ids_W.dtype == torch.int64, f"ids of {ids.dtype}")
+        _fits(all(1 <= count <= N for count in counts), f"{counts} new rows of {N}")
         _fits(embedding_VD.dtype == self.dtype and embedding_VD.shape[1] == D, f"embeddings {embedding_VD.shape}")
         _fits(embedding_VD.is_contiguous() and target_ids_W.is_contiguous(), "strided embeddings or ids")
-        _fits(head.struct.out == len(target_ids_W) and target_ids_W.dtype == torch.int64, "ids of another head")
+        _fits(head.struct.out == len(target_ids_W), "ids of another head")
         _fits(all(depth >= 1 and k >= 1 and nodes >= 1 for depth, k, nodes in limits), f"limits {limits}")
-        deepest = max(depth for depth, _, _ in limits)
-        depth, top_k, nodes, made = ((ctypes.c_int32 * B)() for _ in range(4))
-        seconds, least = (ctypes.c_float * deepest)(), (ctypes.c_float * (B * deepest))()
+        widths = [(depth, min(k, len(target_ids_W)), nodes) for depth, k, nodes in limits]
+        depth, top_k, nodes = ((ctypes.c_int32 * B)(*of_rows) for of_rows in zip(*widths, strict=True))
+        made, seconds, least = (ctypes.c_int32 * B)(), (ctypes.c_float * deepest)(), (ctypes.c_float * (B * deepest))()
         for b, of_row in enumerate(worth):
             least[b * deepest : b * deepest + min(deepest, len(of_row))] = list(of_row[:deepest])
-        depth[:], nodes[:] = [d for d, _, _ in limits], [n for _, _, n in limits]
-        top_k[:] = [min(k, width) for _, k, _ in limits]
-        positions = torch.tensor([cache.lengths[slot] - 1 for slot in slots])
         tokens, parents, depths = torch.empty(3, B, room, dtype=torch.int64)
         scores = torch.empty(B, room)
+        for slot, count in zip(slots, counts, strict=True):
+            cache.extend(slot, count)  # what stands there is written by the kernel
         cached = _Pass(None, None, None, *self._past(cache, slots, B))
+        for b, count in enumerate(counts):
+            cached.past_lengths[b] -= count
         cached.rows, cached.threads = B, torch.get_num_threads()
         growth = _Growth(
-            ctypes.pointer(head.struct), *map(_pointer, (embedding_VD, target_ids_W, *states, positions)),
-            depth, top_k, nodes, least, norm_output, room,
+            ctypes.pointer(fc.struct), ctypes.pointer(head.struct),
+            *map(_pointer, (embedding_VD, target_ids_W, aux, ids)), (ctypes.c_int32 * B)(*counts),
+            depth, top_k, nodes, least, N, norm_output, room,
             *map(_pointer, (tokens, parents, depths, scores)), made, seconds,
         )  # fmt: skip
         _check_memory(lib.aq_grow(ctypes.byref(self._model), ctypes.byref(cached), ctypes.byref(growth)))

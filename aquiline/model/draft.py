@@ -169,20 +169,27 @@ class Draft(nn.Module):
     def grow(
         self,
         embedding_VH: Tensor,
-        feature_BH: Tensor,
-        hidden_BH: Tensor,
+        aux_BNA: Tensor,
+        ids_BN: Tensor,
+        counts: Sequence[int],
         limits: Sequence[tuple[int, int, int]],
         worth: Sequence[Sequence[float]],
         cache: KVCache,
         slots: list[int],
-    ) -> Grown | None:
-        """What `Decoder.grow` returns; None where the kernel cannot do it: then `TreeBuilder` does."""
-        if self._decoder is None or self._head is None or embedding_VH.dtype != self.dtype:
-            return None
+    ) -> Grown:
+        """`Decoder.grow`, where `grows_in_kernel` allows it."""
+        assert self._decoder is not None
+        assert self._head is not None
+        assert self._fc is not None
         return self._decoder.grow(
-            self._head, embedding_VH, self.vocab.target_ids_W, feature_BH, hidden_BH, limits, worth, cache, slots,
-            self.config.norm_output,
+            self._fc, self._head, embedding_VH, self.vocab.target_ids_W, aux_BNA, ids_BN, counts, limits, worth, cache,
+            slots, self.config.norm_output,
         )  # fmt: skip
+
+    def grows_in_kernel(self, embedding_VH: Tensor | None) -> bool:
+        """Whether the kernel has all of this head, and the embedding is one that it reads."""
+        plain_fc = self._fc is not None and self.input_norm is None and self.fc_norm is None
+        return self._decoder is not None and plain_fc and embedding_VH is not None and embedding_VH.dtype == self.dtype
 
     def pack(self) -> "Draft":
         """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the

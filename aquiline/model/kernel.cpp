@@ -194,16 +194,18 @@ struct Pass {
   void *aux, *feature, *last;                   // [M, captured * D], [M, D] (the last layer's output), [M, D]
 };
 
-// A draft's trees behind its last real rows. Of a row's tree, at `room` times the row, `made` says how many nodes it has.
+// A draft's trees behind its last real rows, of which those not read yet come first. Of a row's tree, at `room` times the
+// row, `made` says how many nodes it has.
 struct Growth {
-  const Linear* head;
+  const Linear *fc, *head;
   const void* embedding;                 // of all tokens, [V, D]
   const int64_t* target_ids;             // of the draft's ids
-  const void *feature, *hidden;          // [B, D], of the last real rows
-  const int64_t* positions;              // [B], likewise
+  const void* aux;                       // [B, N, width of fc's input], of the real rows to be read
+  const int64_t* ids;                    // [B, N], the tokens these embed
+  const int32_t* counts;                 // [B], how many of them there are, at least 1
   const int32_t *depth, *top_k, *nodes;  // [B], the limits of each tree, at least 1
   const float* worth;                    // [B, deepest]: how likely nodes of depth 1, ... must be, together, to be run
-  int32_t norm_output, room;
+  int32_t new_rows, norm_output, room;   // new_rows: N
   int64_t *tokens, *parents, *depths;    // [B, room]; a parent of -1 is the root
   float* scores;                         // [B, room]
   int32_t* made;                         // [B]
@@ -962,22 +964,24 @@ class Grower {
  public:
   Grower(const Model& model, const Pass& pass, const Growth& growth)
       : m(model), cache(pass), g(growth), B(pass.rows), D(model.width),
-        K(*std::max_element(growth.top_k, growth.top_k + pass.rows)), rows(size_t(pass.rows)) {}
+        K(*std::max_element(growth.top_k, growth.top_k + pass.rows)), rows(size_t(pass.rows)),
+        lengths(pass.past_lengths, pass.past_lengths + pass.rows) {
+    cache.past_lengths = lengths.data();
+  }
 
   void run() {
-    const T *hidden = static_cast<const T*>(g.hidden), *at = static_cast<const T*>(g.feature);
     int64_t deepest = *std::max_element(g.depth, g.depth + B);
-    feature.assign(at, at + B * D);
-    for (Row& row : rows) row.ran.assign(1, -1), row.sees.assign(1, {});
     double began = omp_get_wtime();
-    expand(hidden, 1);
+    read_real_rows();
+    for (Row& row : rows) row.ran.assign(1, -1), row.sees.assign(1, {});
+    expand(1);
     for (depth = 1, width = 1; depth < deepest; depth++, width = K) {
       bool any = false;
       for (int64_t b = 0; b < B; b++) any |= choose(b, g.worth[b * deepest + depth - 1]);
       began = lap(depth - 1, began);
       if (!any) break;
       run_level();
-      expand(last.data(), K);
+      expand(K);
     }
     for (int64_t b = 0; b < B; b++) rerank(b);
     if (depth == deepest) lap(depth - 1, began);
@@ -996,12 +1000,62 @@ class Grower {
     std::vector<std::vector<uint8_t>> sees;  // of each of them: which of all nodes run it may attend to
   };
 
+  // One causal pass over the rows that the target has made since; they go into the cache.
+  void read_real_rows() {
+    int64_t N = g.new_rows, M = B * N, G = m.kv_heads, E = m.head_dim;
+    std::vector<float> fused(size_t(M * D));
+    linear(*g.fc, static_cast<const T*>(g.aux), M, m.bf16_weights, tiles(), fused.data(), nullptr, nullptr, 0,
+           cache.threads);
+    std::vector<T> residual(fused.size()), embeds(fused.size()), next(fused.size());
+    put_many(residual.data(), fused.data(), M * D);
+    std::vector<int64_t> positions(static_cast<size_t>(M));
+    for (int64_t i = 0; i < M; i++) {
+      positions[size_t(i)] = lengths[size_t(i / N)] + i % N;
+      embed(g.ids[i], &embeds[size_t(i * D)]);
+    }
+    keys.resize(size_t(M * m.num_layers * G * E)), values.resize(keys.size()), last.resize(fused.size());
+    run_pass(residual, embeds, positions, nullptr, N, N, next);
+    for (int64_t i = 0; i < m.num_layers * B * G; i++) {
+      int64_t layer = i / (B * G), b = i / G % B;
+      int64_t at = layer * cache.past_layer_stride + cache.past_offsets[b] + i % G * cache.past_head_stride;
+      at += int64_t(lengths[size_t(b)]) * E;
+      std::copy_n(&keys[size_t(i * N * E)], g.counts[b] * E, static_cast<T*>(const_cast<void*>(cache.past_keys)) + at);
+      std::copy_n(&values[size_t(i * N * E)], g.counts[b] * E,
+                  static_cast<T*>(const_cast<void*>(cache.past_values)) + at);
+    }
+    std::vector<T> hidden;
+    for (int64_t b = 0; b < B; b++) {
+      int64_t at = (b * N + g.counts[b] - 1) * D;
+      const std::vector<T>& out = g.norm_output ? last : next;
+      feature.insert(feature.end(), out.begin() + at, out.begin() + at + D);
+      hidden.insert(hidden.end(), last.begin() + at, last.begin() + at + D);
+      lengths[size_t(b)] += g.counts[b];
+    }
+    last.swap(hidden);
+    keys.clear(), values.clear();
+  }
+
+  // One pass, over N tokens of each row; what the mask speaks of is `own`, whose keys and values end in theirs.
+  void run_pass(const std::vector<T>& residual, const std::vector<T>& embeds, const std::vector<int64_t>& positions,
+                const uint8_t* mask, int64_t N, int64_t own, std::vector<T>& next) {
+    Pass p = cache;
+    p.residual = residual.data(), p.embeds = embeds.data(), p.positions = positions.data();
+    p.mask = mask, p.mask_row_stride = N * own;
+    p.own_keys = keys.data(), p.own_values = values.data();
+    p.tokens = int32_t(N), p.own = int32_t(own);
+    p.feature = next.data(), p.last = last.data();
+    Runner<T>(m, p).run();
+  }
+
+  bool tiles() const { return m.bf16_weights && m.tiles && tiles_granted; }
+  void embed(int64_t token, T* to) const { std::copy_n(static_cast<const T*>(g.embedding) + token * D, D, to); }
+
   // Children of the nodes run last, of each row's `places` one after the other.
-  void expand(const T* hidden, int64_t places) {
+  void expand(int64_t places) {
     std::vector<int64_t> ids(size_t(B * places * K));
     std::vector<float> steps(ids.size());
-    bool tiles = m.bf16_weights && m.tiles && tiles_granted;
-    linear(*g.head, hidden, B * places, m.bf16_weights, tiles, nullptr, ids.data(), steps.data(), int(K), cache.threads);
+    linear(*g.head, last.data(), B * places, m.bf16_weights, tiles(), nullptr, ids.data(), steps.data(), int(K),
+           cache.threads);
     for (int64_t b = 0; b < B; b++) {
       Row& row = rows[size_t(b)];
       row.latest = row.nodes.size();
@@ -1062,13 +1116,13 @@ class Grower {
       for (int64_t i = 0; i < K; i++) {
         const Row& row = rows[size_t(b)];
         int64_t token = b * K + i;
-        positions[size_t(token)] = g.positions[b] + depth;
+        positions[size_t(token)] = lengths[size_t(b)] - 1 + depth;
         mask[size_t(token * own + own - K + i)] = 1;
         if (i >= int64_t(row.ran.size())) continue;
         const Node& node = row.nodes[size_t(row.ran[size_t(i)])];
         std::copy(row.sees[size_t(i)].begin(), row.sees[size_t(i)].end(), mask.begin() + token * own);
         std::copy_n(&feature[size_t((b * width + int64_t(node.place)) * D)], D, &residual[size_t(token * D)]);
-        std::copy_n(static_cast<const T*>(g.embedding) + node.token * D, D, &embeds[size_t(token * D)]);
+        embed(node.token, &embeds[size_t(token * D)]);
       }
     int64_t earlier = (own - K) * m.head_dim, all = own * m.head_dim;
     for (int64_t i = 0; earlier && i < m.num_layers * B * m.kv_heads; i++) {
@@ -1077,13 +1131,7 @@ class Grower {
     }
     keys.swap(new_keys), values.swap(new_values);
     last.resize(size_t(M * D));
-    Pass p = cache;
-    p.residual = residual.data(), p.embeds = embeds.data(), p.positions = positions.data();
-    p.mask = mask.data(), p.mask_row_stride = K * own;
-    p.own_keys = keys.data(), p.own_values = values.data();
-    p.tokens = int32_t(K), p.own = int32_t(own);
-    p.feature = next.data(), p.last = last.data();
-    Runner<T>(m, p).run();
+    run_pass(residual, embeds, positions, mask.data(), K, own, next);
     feature = g.norm_output ? last : std::move(next);
   }
 
@@ -1101,11 +1149,12 @@ class Grower {
   }
 
   const Model& m;
-  const Pass& cache;
+  Pass cache;  // and threads; nothing else of it is read
   const Growth& g;
   const int64_t B, D, K;
   int64_t depth = 0, width = 1;  // of the nodes run last; of what `feature` holds of a row
   std::vector<Row> rows;
+  std::vector<int32_t> lengths;  // of the cache
   std::vector<T> feature, last, keys, values;
 };
 

@@ -50,12 +50,17 @@ class KVCache:
         if index is not None:
             index = torch.as_tensor(index, device=keys_LGNE.device)
             keys_LGNE, values_LGNE = keys_LGNE.index_select(2, index), values_LGNE.index_select(2, index)
-        length, count = self.lengths[slot], keys_LGNE.shape[2]
-        self._make_room(slot, length + count)
-        at = self.starts[slot] + length
+        count = keys_LGNE.shape[2]
+        at = self.extend(slot, count)
         self.keys_LGSE[:, :, at : at + count] = keys_LGNE
         self.values_LGSE[:, :, at : at + count] = values_LGNE
+
+    def extend(self, slot: int, count: int) -> int:
+        """Give a row so many more tokens, which the caller is to write; where in the storage they begin."""
+        length = self.lengths[slot]
+        self._make_room(slot, length + count)
         self.lengths[slot] = length + count
+        return self.starts[slot] + length
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""
