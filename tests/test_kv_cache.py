@@ -42,7 +42,7 @@ def test_rows_keep_what_they_were_given(tokens, seed, monkeypatch):
         free = cache.tokens - sum(cache.lengths)
         if dice.random() < 0.7 and min(40 - length, free) > 0:
             given, index = some(9, step), dice.sample(range(9), min(dice.randrange(1, 9), 40 - length, free))
-            cache.keep(slot, *given, index)
+            cache.keep(slot, *(x if index is None else x[:, :, index] for x in given))
             rows[slot] = [torch.cat((a, b[:, :, index]), 2) for a, b in zip(rows[slot], given, strict=True)]
         elif length == 0:
             source = dice.randrange(4)

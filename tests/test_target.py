@@ -174,7 +174,8 @@ def test_keep_writes_the_chosen_tokens_in_order():
     ids = torch.tensor([[3, 9, 4, 8]])
     out = target(ids, torch.arange(4)[None])
     cache = target.new_cache(2, 8)
-    cache.keep(1, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0], [0, 3, 1])
+    kept = torch.tensor([0, 3, 1])
+    cache.keep(1, out.keys_LBGNE[:, 0, :, kept], out.values_LBGNE[:, 0, :, kept])
     assert cache.lengths == [0, 3]
     keys, values = cache.read([1])
     assert torch.equal(keys[:, 0, :, 1], out.keys_LBGNE[:, 0, :, 3])

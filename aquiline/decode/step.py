@@ -98,8 +98,10 @@ def _verify(row: Row, tree: Tree, logits_NV: Tensor) -> Verdict:
 
 def _keep(cache: KVCache, drafter: Drafter | None, row: Row, verdict: Verdict, out: PassOutput, b: int) -> None:
     """Write the path into the cache and hand its aux to the draft; grow the known tokens."""
-    index = verdict.rows
-    cache.keep(row.slot, out.keys_LBGNE[:, b], out.values_LBGNE[:, b], index)
+    rows = verdict.rows
+    # The likeliest nodes stand first, so that the path often is a slice; taking others out costs more than the rest.
+    index = slice(len(rows)) if rows[-1] == len(rows) - 1 else torch.tensor(rows, device=out.aux_BNA.device)
+    cache.keep(row.slot, out.keys_LBGNE[:, b, :, index], out.values_LBGNE[:, b, :, index])
     if drafter is not None and drafter.reads_aux and row.tree is not None:
         row.pending_aux.append(out.aux_BNA[b, index])
     row.known += verdict.tokens

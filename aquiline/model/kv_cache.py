@@ -45,11 +45,8 @@ class KVCache:
         self.starts = [0] * num_slots  # where in the storage a row begins; of an empty one nothing is meant
         self._rooms = [0] * num_slots  # tokens from there to the next row, or less: rows end without telling
 
-    def keep(self, slot: int, keys_LGNE: Tensor, values_LGNE: Tensor, index: Tensor | list[int] | None = None) -> None:
-        """Append tokens of a pass to a row: those at `index`, in that order, or all of them."""
-        if index is not None:
-            index = torch.as_tensor(index, device=keys_LGNE.device)
-            keys_LGNE, values_LGNE = keys_LGNE.index_select(2, index), values_LGNE.index_select(2, index)
+    def keep(self, slot: int, keys_LGNE: Tensor, values_LGNE: Tensor) -> None:
+        """Append tokens of a pass to a row."""
         count = keys_LGNE.shape[2]
         at = self.extend(slot, count)
         self.keys_LGSE[:, :, at : at + count] = keys_LGNE
