@@ -35,6 +35,7 @@ def main() -> None:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "target", dtype=dtype).eval()
 
     def run_ours(ids: list[int]) -> tuple[list[int], float]:
+        ours.engine.forget()  # every turn runs its prompt
         result = ours.generate(ids, max_new_tokens=tokens)
         return result.token_ids, result.seconds
 
