@@ -291,7 +291,7 @@ def write_gguf(path, model, arch, kind=gguf.GGMLQuantizationType.F32, drop=()):
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
     writer.add_token_list(["a", "b"])
     writer.add_eos_token_id(2)
-    theirs = {ours: name for name, ours in target_formats._GGUF_TENSORS.items()}
+    theirs = {ours: name for name, ours in target_formats.GGUF_TENSORS.items()}
     for name, tensor in model.state_dict().items():
         if name in drop:
             continue
