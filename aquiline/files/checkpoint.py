@@ -469,6 +469,7 @@ class DraftFile:
     target_ids_W: Tensor
     info: DraftInfo | None
     names: dict[str, str]  # of the file's tensors: theirs to ours
+    computed: list[str]  # tensors of the file that are no weights
     notes: list[str]
 
 
@@ -513,7 +514,8 @@ def read_draft(spec: str | Path, target: Target | None) -> DraftFile:
     if draft_formats.OUTPUT_BIAS in tensors and not bool(tensors[draft_formats.OUTPUT_BIAS].any()):
         del tensors[draft_formats.OUTPUT_BIAS]
     check_tensors(draft_shapes(config, f"draft {folder}"), tensors, f"draft {folder}")
-    return DraftFile(folder, hf, config, tensors, ids, info, names, notes + map_notes)
+    computed = sorted(raw.keys() - names.keys())
+    return DraftFile(folder, hf, config, tensors, ids, info, names, computed, notes + map_notes)
 
 
 def _share_or_own(

@@ -78,6 +78,7 @@ def convert(
         assert tokenizer is not None
         with atomic_folder(out) as scratch:
             _write_ir(scratch, file, target, tokenizer())
+        report.append("embed_tokens.weight: the target's")
     else:
         with atomic_folder(out) as scratch:
             name = (
@@ -246,9 +247,10 @@ def _renamed(file: DraftFile, name: Callable[[str], str]) -> list[str]:
         if ours in file.tensors and theirs != name(ours):
             changes[_prefixes(theirs, name(ours))] += 1
     lines = [f"renamed {a} to {b}" + (f" ({n} tensors)" if n > 1 else "") for (a, b), n in changes.items()]
-    mapped = {"d2t", "t2d", *file.tensors}
-    lost = sorted(theirs for theirs, ours in file.names.items() if ours not in mapped)
+    kept = {"d2t", "t2d", *file.tensors} | ({draft_formats.OUTPUT_BIAS} if file.config.attention_bias else set())
+    lost = sorted(theirs for theirs, ours in file.names.items() if ours not in kept)
     lines += [f"left out {name}" for name in lost]
+    lines += [f"left out {name}, which is computed" for name in file.computed]
     if "t2d" not in file.names.values() and file.config.draft_vocab_size < file.config.vocab_size:
         lines.append("t2d was made from d2t")
     keys = _unused_keys(file)
@@ -270,7 +272,8 @@ def _unused_keys(file: DraftFile) -> list[str]:
     known = _SAID_ELSEWHERE | set(_plain(file, None))
     layer = file.hf.get("transformer_layer_config")
     flat = {**file.hf, **(layer if isinstance(layer, Mapping) else {})}
-    return sorted(k for k, v in flat.items() if k not in known and v not in (None, False, [], {}))
+    said = {k: v for k, v in flat.items() if v is not None and v is not False and v != [] and v != {}}
+    return sorted(said.keys() - known)
 
 
 def _captured(file: DraftFile, to: str) -> list[str]:
@@ -280,6 +283,6 @@ def _captured(file: DraftFile, to: str) -> list[str]:
     after = f"the states after layers {capture_name(c.capture_after)}"
     how = {
         OPENVINO: "named so in the IR's hidden_layers_list",
-        GGUF: f"which enter layers {[i + 1 for i in c.capture_after]}: extract_layers",
+        GGUF: f"which enter layers {[i + 1 for i in c.capture_after]}: target_layers",
     }.get(to)
     return [f"it reads {after}" + (f", {how}" if how else "")]

@@ -1,8 +1,9 @@
 """A head as a GGUF file of llama.cpp's architecture `eagle3`.
 
 Written are the target's tokenizer, which llama.cpp wants in every file, absolute target ids as `d2t`, the layers whose
-INPUT is captured as `extract_layers`, and q and k with their rows in neighbouring pairs, as for `llama`. Matrices keep
-their dtype; vectors are float32, as everywhere in GGUF. Source: llama.cpp, src/models/eagle3.cpp, conversion/llama.py.
+INPUT is captured as `target_layers`, and q and k with their rows in neighbouring pairs, as for `llama`. Matrices keep
+their dtype; vectors are float32, as everywhere in GGUF. Source: src/models/eagle3.cpp and conversion/llama.py of the
+llama.cpp in llama-cpp-python 0.3.36.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from aquiline.model.layers import rope_frequencies
 
 ARCHITECTURE = "eagle3"
 _OURS = {ours.removeprefix("model."): theirs for theirs, ours in GGUF_TENSORS.items()}
-_OURS |= {"hidden_norm": "attn_norm_2", "fc": "fc"}
+_OURS |= {"hidden_norm": "attn_norm_2", "fc": "fc", "input_norm": "enc.output_norm"}
 _KINDS = {
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
     torch.float16: gguf.GGMLQuantizationType.F16,
@@ -79,10 +80,12 @@ def _add_config(writer: gguf.GGUFWriter, c: DraftConfig) -> None:
     writer.add_rope_dimension_count(c.head_dim)
     writer.add_rope_freq_base(c.rope.rope_theta)
     _add_rope_scaling(writer, c.rope)
-    # The state after layer i is what enters layer i + 1.
-    writer.add_array(f"{ARCHITECTURE}.extract_layers", [i + 1 for i in c.capture_after])
+    for key in ("target_layers", "extract_layers"):  # the name since mid-2026, and the one before
+        # The state after layer i is what enters layer i + 1.
+        writer.add_array(f"{ARCHITECTURE}.{key}", [i + 1 for i in c.capture_after])
     writer.add_uint32(f"{ARCHITECTURE}.target_hidden_size", c.target_hidden_size)
     writer.add_bool(f"{ARCHITECTURE}.norm_before_residual", c.norm_before_residual)
+    writer.add_bool(f"{ARCHITECTURE}.norm_before_fc", c.norm_before_fc)  # before mid-2026 its tensor is refused
 
 
 def _add_rope_scaling(writer: gguf.GGUFWriter, rope: RopeConfig) -> None:

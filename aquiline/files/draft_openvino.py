@@ -22,7 +22,7 @@ def exporter() -> tuple[Any, Any]:
     except ImportError as error:
         raise UserError(
             f"--to openvino needs optimum-intel, which cannot be imported ({one_line(error)}): pip install "
-            "'optimum-intel[openvino]', in an environment of its own, for it wants a Transformers before 5.6"
+            "'optimum-intel[openvino]' einops 'diffusers<0.40' (it wants a Transformers before 5.6)"
         ) from error
     return main_export, openvino
 

@@ -1,4 +1,4 @@
-"""Which switches of a head each engine computes: what it would leave out without a word, and what it has no room for.
+"""Which switches of a head each engine computes: what it would leave out, and what it has no room for.
 
 Source: the loaders of SGLang 0.5, vLLM 0.32 (with speculators 0.9), optimum-intel 2.2 and llama.cpp of mid-2026.
 """
@@ -30,7 +30,7 @@ _LEFT_OUT: dict[str, set[str]] = {
     VLLM: set(),
     # Its exporter's class has none of these tensors, and Transformers only logs what a class has no place for.
     OPENVINO: {"norm_before_residual", *_BEYOND_PLAIN, "own_embedding"},
-    LLAMA_CPP: _BEYOND_PLAIN,
+    LLAMA_CPP: _BEYOND_PLAIN - {"norm_before_fc"},
     REFERENCE: {"norm_before_residual", *_BEYOND_PLAIN},
 }
 
