@@ -26,6 +26,12 @@ ENGINES = {
     OPENVINO: engines.OPENVINO,
     GGUF: engines.LLAMA_CPP,
 }
+_NAMES: dict[str, Callable[[str], str]] = {  # of our tensors
+    SGLANG: str,
+    SPECULATORS: speculators_format.speculators_tensor_name,
+    OPENVINO: str,
+    GGUF: draft_gguf.gguf_name,
+}
 # Keys of other layouts that say what the plain layout says under another name, or say what is always so.
 _SAID_ELSEWHERE = {
     "eagle_config", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "target_hidden_size", "attention_bias",
@@ -65,33 +71,31 @@ def convert(
         report += checkpoint.pair_notes(file, target)
     file = _in_target_order(file, report)
     file = _fitting(file, to, force, report)
+    embedding = {}
+    if target is not None and to in (SPECULATORS, OPENVINO) and not file.config.own_embedding:
+        embedding = {"embed_tokens.weight": target.model.embed_tokens.weight.detach()}
     if to == GGUF:
         assert target_file is not None
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(out) as scratch:
             draft_gguf.write_gguf(scratch, file.config, file.tensors, file.target_ids_W, target_file)
-        report += _renamed(file, draft_gguf.gguf_name)
-        if file.config.draft_vocab_size < file.config.vocab_size:
-            report.append("d2t: target ids in place of offsets, as llama.cpp wants them; t2d left out")
     elif to == OPENVINO:
-        assert target is not None
         assert tokenizer is not None
         with atomic_folder(out) as scratch:
-            _write_ir(scratch, file, target, tokenizer())
-        report.append("embed_tokens.weight: the target's")
+            _write_ir(scratch, file, embedding, tokenizer())
     else:
         with atomic_folder(out) as scratch:
-            name = (
-                _write_plain(scratch, file, target)
-                if to == SGLANG
-                else _write_speculators(scratch, file, target, target_spec, report)
-            )
+            config = _plain(file, target)
+            if to == SPECULATORS:
+                verifier = _verifier(file, target_spec, report)
+                architectures = [] if target is None else [ARCHITECTURES[target.config.family]]
+                config = speculators_format.speculators_config(config, file.config, verifier, architectures)
+            _write_folder(scratch, config, file, embedding, _NAMES[to])
             _read_back(scratch, file, target)
             if (file.folder / "run.json").is_file():
                 shutil.copyfile(file.folder / "run.json", scratch / "run.json")
-        report += _renamed(file, name)
-    report += _captured(file, to)
-    return [*report, f"written to {out} for {ENGINES[to]}"]
+    report += _changes(file, to, embedding)
+    return [*report, _captured(file.config, to), f"written to {out} for {ENGINES[to]}"]
 
 
 def _check_out(out: Path, to: str) -> None:
@@ -169,33 +173,17 @@ def _plain(file: DraftFile, target: Target | None) -> dict[str, Any]:
     return draft_formats.draft_config_to_dict(file.config, layers, extra)
 
 
-def _write_plain(folder: Path, file: DraftFile, target: Target | None) -> Callable[[str], str]:
-    write_json(folder / "config.json", _plain(file, target))
-    write_tensors(folder, draft_formats.file_tensors(file.tensors, file.target_ids_W, file.config))
-    return lambda ours: ours
-
-
-def _write_speculators(
-    folder: Path, file: DraftFile, target: Target | None, target_spec: str | None, report: list[str]
-) -> Callable[[str], str]:
-    """With the target at hand, its embedding too: vLLM shares what is equal, speculators wants one to train on."""
-    verifier = _verifier(file, target_spec, report)
-    architectures = [] if target is None else [ARCHITECTURES[target.config.family]]
-    config = speculators_format.speculators_config(_plain(file, target), file.config, verifier, architectures)
+def _write_folder(
+    folder: Path,
+    config: dict[str, Any],
+    file: DraftFile,
+    embedding: dict[str, Tensor],
+    name: Callable[[str], str] = str,
+) -> None:
+    """config.json and model.safetensors. vLLM shares an embedding that equals the target's; speculators wants one."""
     write_json(folder / "config.json", config)
-    tensors = draft_formats.file_tensors(file.tensors, file.target_ids_W, file.config)
-    if not file.config.own_embedding:
-        tensors |= {} if target is None else _target_embedding(target)
-        report.append(
-            "embed_tokens.weight: " + ("left to vLLM, which takes the target's" if target is None else "the target's")
-        )
-    name = speculators_format.speculators_tensor_name
+    tensors = draft_formats.file_tensors(file.tensors, file.target_ids_W, file.config) | embedding
     write_tensors(folder, {name(ours): tensor for ours, tensor in tensors.items()})
-    return name
-
-
-def _target_embedding(target: Target) -> dict[str, Tensor]:
-    return {"embed_tokens.weight": target.model.embed_tokens.weight.detach()}
 
 
 def _verifier(file: DraftFile, target_spec: str | None, report: list[str]) -> str:
@@ -212,15 +200,16 @@ def _verifier(file: DraftFile, target_spec: str | None, report: list[str]) -> st
     return named
 
 
-def _write_ir(folder: Path, file: DraftFile, target: Target, chat: SavesTokenizer) -> None:
-    """By way of a plain folder: the exporter's class has a map and an embedding always, so they are written always."""
-    source = folder / "plain"
+def _write_ir(folder: Path, file: DraftFile, embedding: dict[str, Tensor], chat: SavesTokenizer) -> None:
+    """By way of a plain folder. The exporter's class always has a map: that of a full vocabulary is written too."""
+    source, c = folder / "plain", file.config
     source.mkdir()
-    write_json(source / "config.json", _plain(file, target))
-    c = file.config
-    whole = {"d2t": torch.zeros(c.vocab_size, dtype=torch.long), "t2d": torch.ones(c.vocab_size, dtype=torch.bool)}
-    tensors = draft_formats.file_tensors(file.tensors, file.target_ids_W, c)
-    write_tensors(source, whole | tensors | _target_embedding(target))
+    if c.draft_vocab_size == c.vocab_size:
+        embedding = embedding | {
+            "d2t": torch.zeros(c.vocab_size, dtype=torch.long),
+            "t2d": torch.ones(c.vocab_size, dtype=torch.bool),
+        }
+    _write_folder(source, _plain(file, None), file, embedding)
     chat.save(source)
     draft_openvino.write_ir(source, folder, c.capture_after)
     shutil.rmtree(source)
@@ -240,18 +229,23 @@ def _read_back(folder: Path, file: DraftFile, target: Target | None) -> None:
 # ---------------------------------------------------------------- the report
 
 
-def _renamed(file: DraftFile, name: Callable[[str], str]) -> list[str]:
-    """How names changed, tensors with the same change together; what was left out; what of the config was."""
-    changes: Counter[tuple[str, str]] = Counter()
-    for theirs, ours in file.names.items():
-        if ours in file.tensors and theirs != name(ours):
-            changes[_prefixes(theirs, name(ours))] += 1
-    lines = [f"renamed {a} to {b}" + (f" ({n} tensors)" if n > 1 else "") for (a, b), n in changes.items()]
-    kept = {"d2t", "t2d", *file.tensors} | ({draft_formats.OUTPUT_BIAS} if file.config.attention_bias else set())
-    lost = sorted(theirs for theirs, ours in file.names.items() if ours not in kept)
-    lines += [f"left out {name}" for name in lost]
-    lines += [f"left out {name}, which is computed" for name in file.computed]
-    if "t2d" not in file.names.values() and file.config.draft_vocab_size < file.config.vocab_size:
+def _changes(file: DraftFile, to: str, added: Mapping[str, Tensor]) -> list[str]:
+    """How names changed, those alike together; what was left out or made; what of the config was left out."""
+    name, mapped = _NAMES[to], file.config.draft_vocab_size < file.config.vocab_size
+    renamed = Counter(
+        _prefixes(theirs, name(ours))
+        for theirs, ours in file.names.items()
+        if ours in file.tensors and theirs != name(ours)
+    )
+    lines = [f"renamed {a} to {b}" + (f" ({n} tensors)" if n > 1 else "") for (a, b), n in renamed.items()]
+    kept = {*file.tensors, *added, "d2t", *(["t2d"] if to != GGUF else [])}
+    kept |= {draft_formats.OUTPUT_BIAS} if file.config.attention_bias else set()
+    lines += sorted(f"left out {theirs}" for theirs, ours in file.names.items() if ours not in kept)
+    lines += [f"left out {theirs}, which is computed" for theirs in file.computed]
+    lines += [f"{ours}: the target's" for ours in added]
+    if to == GGUF and mapped:
+        lines.append("d2t: target ids in place of offsets, as llama.cpp wants them")
+    elif mapped and "t2d" not in file.names.values():
         lines.append("t2d was made from d2t")
     keys = _unused_keys(file)
     return lines + ([f"not carried over from the config: {', '.join(keys)}"] if keys else [])
@@ -276,13 +270,9 @@ def _unused_keys(file: DraftFile) -> list[str]:
     return sorted(said.keys() - known)
 
 
-def _captured(file: DraftFile, to: str) -> list[str]:
-    c: DraftConfig = file.config
-    if c.top:
-        return []
-    after = f"the states after layers {capture_name(c.capture_after)}"
+def _captured(c: DraftConfig, to: str) -> str:
     how = {
-        OPENVINO: "named so in the IR's hidden_layers_list",
-        GGUF: f"which enter layers {[i + 1 for i in c.capture_after]}: target_layers",
-    }.get(to)
-    return [f"it reads {after}" + (f", {how}" if how else "")]
+        OPENVINO: ", named so in the IR's hidden_layers_list",
+        GGUF: f", which enter layers {[i + 1 for i in c.capture_after]}: target_layers",
+    }
+    return f"it reads the states after layers {capture_name(c.capture_after)}" + how.get(to, "")
