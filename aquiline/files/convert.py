@@ -1,5 +1,5 @@
 """A head from one project's layout into another's: read strictly, written so that the engine's default path loads it
-right, read back bit for bit. Nothing is made up, nothing is lost in silence, and OUT appears whole or not at all.
+right; folders are read back bit for bit. Nothing is made up or lost in silence, and OUT appears whole or not at all.
 """
 
 import dataclasses
