@@ -276,7 +276,7 @@ class TestLoadTarget:
         assert load_target("someone/model").config.num_layers == 8
 
 
-def write_gguf(path, model, arch, kind=gguf.GGMLQuantizationType.F32, drop=()):
+def write_gguf(path, model, arch, kind=gguf.GGMLQuantizationType.F32, drop=(), tokens=2):
     """What llama.cpp's converter writes: its names, and for `llama` the rows of q and k in neighbouring pairs."""
     c = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -289,9 +289,9 @@ def write_gguf(path, model, arch, kind=gguf.GGMLQuantizationType.F32, drop=()):
     writer.add_key_length(c.head_dim if arch != "qwen2" else c.hidden_size // c.num_attention_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    writer.add_token_list(["a", "b"])
+    writer.add_token_list([f"t{i}" for i in range(tokens)])
     writer.add_eos_token_id(2)
-    theirs = {ours: name for name, ours in target_formats._GGUF_TENSORS.items()}
+    theirs = {ours: name for name, ours in target_formats.GGUF_TENSORS.items()}
     for name, tensor in model.state_dict().items():
         if name in drop:
             continue

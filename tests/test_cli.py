@@ -36,6 +36,7 @@ FLAGS = {
     "chat": MODEL | SAMPLING | {"--system", "--template-kwarg"},
     "eval": MODEL | {"--template-kwarg", "--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
     "export-target": set(),
+    "convert": {"--to", "--target", "--force"},
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",
@@ -249,6 +250,20 @@ def test_export_target_loads_back_the_same(aquiline, folders, tmp_path):  # noqa
     (a, b) = (checkpoint.load_target(f, torch.float32) for f in (folders / "target", tmp_path / "out"))
     assert all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
     assert load_chat(tmp_path / "out").fingerprint() == byte_chat().fingerprint()
+
+
+def test_convert_prints_what_it_changed(aquiline, folders, tmp_path):  # noqa: F811
+    code, out, err = aquiline("convert", folders / "draft", tmp_path / "out", "--to", "speculators")
+    assert (code, err) == (0, "")
+    assert "renamed midlayer.* to layers.0.* (10 tensors)" in out.splitlines()
+    assert "--force" in aquiline("convert", "--help")[1]
+    code, out, err = aquiline("convert", folders / "draft", tmp_path / "other", "--to", "vllm")
+    assert (code, out) == (2, "")
+    assert err == "error: --to vllm is not known; expected one of sglang, speculators, openvino, gguf\n"
+    reference = load(folders).generate("hi", max_new_tokens=20)
+    _, out, _ = aquiline("generate", "hi", *models(folders, tmp_path / "out"), "--max-new-tokens", 20, "--json")
+    assert json.loads(out)["token_ids"] == reference.token_ids
+    assert json.loads(out)["tau"] == reference.tau
 
 
 # ---------------------------------------------------------------- training

@@ -21,7 +21,7 @@ LLAMA3 = {
 def hf(model_type="llama", **changes):
     """A small, complete config.json; a change to None removes the key."""
     config = {
-        "architectures": [target_formats._ARCHITECTURES.get(str(model_type), "Unknown")],
+        "architectures": [target_formats.ARCHITECTURES.get(str(model_type), "Unknown")],
         "model_type": model_type,
         "vocab_size": 64,
         "hidden_size": 48,

@@ -13,6 +13,7 @@ INSIDE_FUNCTIONS = {  # what may be imported there: in the one place that needs 
     "data/chat.py": {"tokenizers", "transformers"},
     "data/prompts.py": {"datasets"},
     "files/checkpoint.py": {"huggingface_hub"},
+    "files/draft_openvino.py": {"openvino", "optimum"},
     "train/log.py": {"wandb"},
     "train/shard.py": {"torch"},
 }

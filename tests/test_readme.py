@@ -35,6 +35,7 @@ TINY = {
     "data invent": f"{SMALL} --device cpu --count 2",
     "data show": "",
     "export-target": "",
+    "convert": "",
 }
 SILENT = {"train", "export-target", "data answer", "data invent"}  # they write files
 

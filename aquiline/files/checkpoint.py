@@ -168,13 +168,14 @@ def read_target_config(spec: str | Path) -> TargetConfig:
 
 def load_target(
     spec: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = torch.bfloat16,
     device: torch.device | str = "cpu",
     capture_after: tuple[int, ...] | None = None,
 ) -> Target:
     """The frozen target from a folder, a .gguf file, a hub id or `default`. UserError names whatever does not fit.
 
-    A GGUF is rounded to bf16 whatever `dtype` is, so its float32 weights are those bf16 values.
+    A GGUF is rounded to bf16 whatever `dtype` is, so its float32 weights are those bf16 values. None is the dtype that
+    each tensor is stored in: to read weights, not to run them.
     """
     path = target_path(spec)
     if _is_gguf(path):
@@ -208,19 +209,24 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def _fill(
     build: Callable[[], _Model],
     tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device | str,
     what: str,
 ) -> _Model:
     """Build the model and give it these tensors, which must be exactly the ones it has."""
-    try:
-        with _WithoutStorage():
-            model = build()
-    except RuntimeError as error:  # a tensor of more numbers than PyTorch can count
-        raise UserError(f"{what} has impossible sizes in its config: {one_line(error)}") from error
+    model = _build(build, what)
     check_tensors({name: tuple(t.shape) for name, t in model.state_dict().items()}, tensors, what)
     model.load_state_dict({k: t.to(device, dtype) for k, t in tensors.items()}, strict=True, assign=True)
     return model.to(device)  # moves what is no weight: the rotary frequencies, which stay float32
+
+
+def _build(build: Callable[[], _Model], what: str) -> _Model:
+    """The model without memory for its weights."""
+    try:
+        with _WithoutStorage():
+            return build()
+    except RuntimeError as error:  # a tensor of more numbers than PyTorch can count
+        raise UserError(f"{what} has impossible sizes in its config: {one_line(error)}") from error
 
 
 class _WithoutStorage(TorchFunctionMode):
@@ -251,7 +257,7 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
     require(not problems, f"the weights of {what} do not fit its config: {shown}")
 
 
-def _check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
+def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
     bad = [name for name, t in tensors.items() if not bool(torch.isfinite(t).all())]
     require(not bad, f"{what} holds numbers that are NaN or infinite, in {', '.join(bad)}")
 
@@ -368,7 +374,7 @@ def _check_info(info: DraftInfo, rope: str, target: Target, tokenizer: str | Non
 
 # ---------------------------------------------------------------- drafts
 
-_DRAFT_FILES = ["config.json", "model.safetensors", "pytorch_model.bin", "run.json"]
+_DRAFT_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "run.json"]
 
 
 def draft_path(spec: str | Path) -> Path:
@@ -436,50 +442,97 @@ def load_draft(
     `tokenizer` and `template` are the fingerprints of what the target is used with. UserError when the draft does not
     fit this target, AquilineWarning when it fits and may still accept little.
     """
-    folder = draft_path(spec)
-    hf, raw = _read_head_config(folder), read_weights(folder)
-    with _naming(folder):
-        config, notes = draft_formats.draft_config_from_dict(hf, target.config)
-        rope = _rope_note(config, target)
-        info = draft_info(hf)
-        if info is not None:
-            notes += _check_info(info, rope, target, tokenizer, template)
-        elif "capture_after" in hf:
-            notes.append("the draft's config has no `aquiline` block: whether it is for this target cannot be checked")
-        if info is None and rope:
-            notes.append(rope.strip())
-        tensors = {ours: raw[theirs] for theirs, ours in draft_formats.draft_tensor_names(raw).items()}
-        if hf.get("num_hidden_layers", 1) != 1:
-            notes.append(f"the draft's config says {hf['num_hidden_layers']} layers, its file holds one: one it is")
-        ids, map_notes = draft_formats.draft_target_ids(
-            tensors.pop("d2t", None), tensors.pop("t2d", None), config.draft_vocab_size, config.vocab_size
-        )
-        vocab = VocabMap.of(ids, config.vocab_size)
-        config = _share_or_own(config, hf, tensors, target, notes)
-    if draft_formats.OUTPUT_BIAS in tensors and not bool(tensors[draft_formats.OUTPUT_BIAS].any()):
-        del tensors[draft_formats.OUTPUT_BIAS]
+    file = read_draft(spec, target)
+    config = file.config
+    notes = file.notes + pair_notes(file, target, tokenizer, template)
     require(
         config.capture_after == target.capture_after,
-        f"{folder} reads the states after layers {capture_name(config.capture_after)}, the target was loaded to "
+        f"{file.folder} reads the states after layers {capture_name(config.capture_after)}, the target was loaded to "
         f"capture {capture_name(target.capture_after)}; load it with the draft's",
     )
-    _warn(notes + map_notes)
-    draft = _fill(lambda: Draft(config, vocab), tensors, dtype or target.dtype, target.device, f"draft {folder}")
-    _check_finite(_state(draft), f"draft {folder}")
+    _warn(notes)
+    vocab = VocabMap.of(file.target_ids_W, config.vocab_size)
+    what = f"draft {file.folder}"
+    draft = _fill(lambda: Draft(config, vocab), file.tensors, dtype or target.dtype, target.device, what)
+    check_finite(_state(draft), what)  # in this dtype
     return draft
 
 
+@dataclass(frozen=True)
+class DraftFile:
+    """A draft as its folder holds it: every tensor accounted for and of the right shape, none changed."""
+
+    folder: Path
+    hf: dict[str, Any]  # its config.json
+    config: DraftConfig
+    tensors: dict[str, Tensor]  # those of a Draft, in the dtype they are stored in
+    target_ids_W: Tensor
+    info: DraftInfo | None
+    names: dict[str, str]  # of the file's tensors: theirs to ours
+    computed: list[str]  # tensors of the file that are no weights
+    notes: list[str]
+
+
+def pair_notes(file: DraftFile, target: Target, tokenizer: str | None = None, template: str | None = None) -> list[str]:
+    """What may keep this draft from fitting its target; UserError where it cannot. The last two are fingerprints."""
+    rope = _rope_note(file.config, target)
+    with _naming(file.folder):
+        if file.info is not None:
+            return _check_info(file.info, rope, target, tokenizer, template)
+    notes = [rope.strip()] if rope else []
+    if "capture_after" in file.hf:
+        notes.append("the draft's config has no `aquiline` block: whether it is for this target cannot be checked")
+    return notes
+
+
+def draft_shapes(config: DraftConfig, what: str) -> dict[str, tuple[int, ...]]:
+    """The tensors that a draft of this config has."""
+    vocab = VocabMap.of(torch.arange(config.draft_vocab_size), config.vocab_size)
+    return {name: tuple(t.shape) for name, t in _build(lambda: Draft(config, vocab), what).state_dict().items()}
+
+
+def read_draft(spec: str | Path, target: Target | None) -> DraftFile:
+    """A draft in any layout that we know. UserError names what is missing, left over, misshapen or not supported.
+
+    Without its target, a draft must say itself which layers it reads, and whose its embedding is.
+    """
+    folder = draft_path(spec)
+    hf, raw = _read_head_config(folder), read_weights(folder)
+    with _naming(folder):
+        info = draft_info(hf)
+        layers = None if info is None else info.target_layers
+        config, notes = draft_formats.draft_config_from_dict(hf, None if target is None else target.config, layers)
+        names = draft_formats.draft_tensor_names(raw)
+        tensors = {ours: raw[theirs] for theirs, ours in names.items()}
+        layer = hf.get("transformer_layer_config") or hf
+        if layer.get("num_hidden_layers", 1) != 1:
+            notes.append(f"the draft's config says {layer['num_hidden_layers']} layers, its file holds one: one it is")
+        ids, map_notes = draft_formats.draft_target_ids(
+            tensors.pop("d2t", None), tensors.pop("t2d", None), config.draft_vocab_size, config.vocab_size
+        )
+        config = _share_or_own(config, hf, tensors, target, notes)
+    if draft_formats.OUTPUT_BIAS in tensors and not bool(tensors[draft_formats.OUTPUT_BIAS].any()):
+        del tensors[draft_formats.OUTPUT_BIAS]
+    check_tensors(draft_shapes(config, f"draft {folder}"), tensors, f"draft {folder}")
+    computed = sorted(raw.keys() - names.keys())
+    return DraftFile(folder, hf, config, tensors, ids, info, names, computed, notes + map_notes)
+
+
 def _share_or_own(
-    config: DraftConfig, hf: Mapping[str, Any], tensors: dict[str, Tensor], target: Target, notes: list[str]
+    config: DraftConfig, hf: Mapping[str, Any], tensors: dict[str, Tensor], target: Target | None, notes: list[str]
 ) -> DraftConfig:
     """Settle, by the weights, which of embedding and head are the draft's own and which the target's."""
-    same_width = config.hidden_size == target.config.hidden_size
+    same_width = config.hidden_size == config.target_hidden_size
     if "lm_head.weight" not in tensors and same_width and config.draft_vocab_size == config.vocab_size:
+        if target is None:
+            raise UserError("the draft has no lm_head.weight, so its head is the target's: give --target")
         tensors["lm_head.weight"] = target.head_weight.detach().to("cpu", copy=True)
         notes.append("the draft has no lm_head and proposes from the whole vocabulary: the target's head is copied")
     embedding = tensors.get("embed_tokens.weight")
     if embedding is None or not same_width or "own_embedding" in hf:
         return config
+    if target is None:
+        return _whose_embedding(config, hf, tensors, notes)
     theirs = target.model.embed_tokens.weight.detach().cpu()
     # Writers differ in whether they save the frozen embedding, and in which dtype.
     if torch.equal(theirs.to(embedding.dtype), embedding) or torch.equal(embedding.to(theirs.dtype), theirs):
@@ -489,6 +542,23 @@ def _share_or_own(
         "the draft's embedding is not the target's and is kept as its own, as vLLM does; SGLang and the reference "
         "would take the target's. If acceptance is low, remove embed_tokens.weight from its file"
     )
+    return dataclasses.replace(config, own_embedding=True)
+
+
+def _whose_embedding(
+    config: DraftConfig, hf: Mapping[str, Any], tensors: dict[str, Tensor], notes: list[str]
+) -> DraftConfig:
+    """The same, as far as a config alone says whose the embedding is: that it was trained, or kept from the target."""
+    frozen = hf.get("embed_requires_grad", None if "transformer_layer_config" not in hf else False)
+    require(
+        frozen is not None or hf.get("target_hidden_size") is not None,
+        "the file holds embed_tokens.weight, and nothing says whether that is the target's or the draft's own: "
+        "give --target, which tells",
+    )
+    if frozen is False:
+        del tensors["embed_tokens.weight"]
+        notes.append("embed_requires_grad is false: embed_tokens.weight is the target's and is left out, uncompared")
+        return config
     return dataclasses.replace(config, own_embedding=True)
 
 
@@ -523,10 +593,8 @@ def write_draft(
     state = {name: t.to("cpu", dtype) for name, t in _state(draft).items()}
     strangers = [name for name in state if name.startswith(("model.", "target."))]
     assert not strangers, f"a draft's file holds only the draft, not {strangers}"
-    _check_finite(state, "the draft to be saved")
-    state |= draft_formats.vocab_tensors(state["lm_head.weight"], draft.vocab.target_ids_W, draft.vocab.vocab_size)
-    if draft.config.attention_bias:
-        state[draft_formats.OUTPUT_BIAS] = torch.zeros(draft.config.hidden_size, dtype=dtype)
+    check_finite(state, "the draft to be saved")
+    state = draft_formats.file_tensors(state, draft.vocab.target_ids_W, draft.config)
     written = str(dtype).removeprefix("torch.")
     extra = {"dtype": written, "torch_dtype": written, "aquiline": dataclasses.asdict(info)}
     write_json(folder / "config.json", draft_formats.draft_config_to_dict(draft.config, info.target_layers, extra))

@@ -68,15 +68,22 @@ def write_json_atomic(path: str | Path, value: Any) -> None:
 
 def write_text_atomic(path: str | Path, text: str) -> None:
     """Write a text file that is there whole or, if we are killed, as it was before."""
+    with atomic_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """A scratch file to write, which takes the place of `path` when the block ends well; else nothing is there."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        scratch.write_text(text, encoding="utf-8")
+        yield scratch
         sync(scratch)
         os.replace(scratch, path)
         sync(path.parent)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink()

@@ -1,6 +1,6 @@
 """Draft heads of other projects in our words: the layout of SafeAILab/EAGLE, SpecForge and SGLang, which is also what
-we write; with every switch off it is the form that all engines load. No disk here. What we do not compute exactly as
-its origin does is refused by name, never ignored.
+we train into; with every switch off it is the form that all engines load. vLLM's speculators' is read by way of it. No
+disk here. What we do not compute exactly as its origin does is refused by name, never ignored.
 """
 
 import re
@@ -20,6 +20,7 @@ from aquiline.config import (
     default_capture_after,
     require,
 )
+from aquiline.files import engines, speculators_format
 from aquiline.files.target_formats import (
     flag,
     number,
@@ -111,22 +112,20 @@ def _draft_architecture(c: DraftConfig) -> str:
         return _TOP_ARCHITECTURE
     if c.qk_norm:
         return _QK_NORM_ARCHITECTURE
-    replaced_embedding = c.own_embedding and c.hidden_size == c.target_hidden_size
-    skipped_fc = c.aux_width == c.hidden_size
-    dropped = c.norm_before_residual or c.attention_bias or replaced_embedding or skipped_fc
-    return "Eagle3LlamaForCausalLM" if dropped else DRAFT_ARCHITECTURE
+    return "Eagle3LlamaForCausalLM" if engines.left_out(c, engines.SGLANG) else DRAFT_ARCHITECTURE
 
 
-def draft_config_from_dict(hf: Mapping[str, Any], target: TargetConfig) -> tuple[DraftConfig, list[str]]:
-    """A draft's `config.json`, ours or another project's, checked against its target, with notes for the user.
+def draft_config_from_dict(
+    hf: Mapping[str, Any], target: TargetConfig | None, target_layers: int | None = None
+) -> tuple[DraftConfig, list[str]]:
+    """A draft's `config.json`, ours or another project's, with notes for the user; checked against its target if given.
 
-    `own_embedding` is only what the config says: the weights decide (`files/checkpoint.py`).
+    `target_layers` is how many layers the target has, where nothing else of it is known. `own_embedding` is only what
+    the config says: the weights decide (`files/checkpoint.py`).
     """
     notes: list[str] = []
-    if any(k in hf for k in ("speculators_config", "speculators_model_type", "transformer_layer_config")):
-        raise UserError(
-            "this draft has the layout of vLLM's speculators, which is not read yet; convert it to SGLang's"
-        )
+    if speculators_format.is_speculators(hf):
+        hf = speculators_format.plain_config(hf)
     eagle = hf.get("eagle_config") or {}
     require(isinstance(eagle, Mapping), f"eagle_config is {eagle!r}; expected an object")
     qk_norm = _check_draft_architecture(hf)
@@ -134,16 +133,18 @@ def draft_config_from_dict(hf: Mapping[str, Any], target: TargetConfig) -> tuple
     heads, hidden = number(hf, "num_attention_heads", int), number(hf, "hidden_size", int)
     target_hidden = number(hf, "target_hidden_size", int, hidden)
     vocab = number(hf, "vocab_size", int)
-    for what, ours, theirs in (
-        ("hidden size", target_hidden, target.hidden_size),
-        ("vocabulary", vocab, target.vocab_size),
-    ):
-        require(ours == theirs, f"the draft was made for a target with {what} {ours}, this target has {theirs}")
+    if target is not None:
+        target_layers = target.num_layers
+        for what, ours, theirs in (
+            ("hidden size", target_hidden, target.hidden_size),
+            ("vocabulary", vocab, target.vocab_size),
+        ):
+            require(ours == theirs, f"the draft was made for a target with {what} {ours}, this target has {theirs}")
     if flag(hf, "tie_word_embeddings"):
         notes.append("the draft's config says tie_word_embeddings; its own lm_head is used all the same")
     positions = number(hf, "max_position_embeddings", int)
     trained = number(hf, "trained_length", int, None)
-    if positions < target.max_positions:
+    if target is not None and positions < target.max_positions:
         # Positions come from the target, so the draft must reach as far; what it was trained on is another matter.
         trained = trained or positions
         notes.append(
@@ -152,7 +153,7 @@ def draft_config_from_dict(hf: Mapping[str, Any], target: TargetConfig) -> tuple
         )
     if flag(hf, "norm_output") and "capture_after" not in hf:
         notes.append("norm_output is read as engines read it: the normed state is fed back")
-    capture_after = _capture_after(hf, eagle, target.num_layers, notes)
+    capture_after = _capture_after(hf, eagle, target_layers, notes)
     switches = {k: flag(hf, k, flag(eagle, k)) for k in _SWITCHES}
     return DraftConfig(
         vocab_size=vocab,
@@ -164,7 +165,7 @@ def draft_config_from_dict(hf: Mapping[str, Any], target: TargetConfig) -> tuple
         num_kv_heads=number(hf, "num_key_value_heads", int, heads),
         head_dim=number(hf, "head_dim", int, None) or split_heads(hidden, heads),
         norm_eps=number(hf, "rms_norm_eps", float, 1e-6),
-        max_positions=max(positions, target.max_positions),
+        max_positions=max(positions, target.max_positions if target is not None else 0),
         rope=rope_config(hf),
         capture_after=capture_after,
         trained_length=trained,
@@ -202,6 +203,8 @@ def _check_draft_switches(hf: Mapping[str, Any], eagle: Mapping[str, Any]) -> No
             require(
                 value is None or value == neutral, f"the draft's config has {name} = {value!r}, which is not supported"
             )
+    windows = [kind for kind in texts(hf, "layer_types") if kind != "full_attention"]
+    require(not windows, f"the draft's layer_types has {', '.join(windows)}; only full_attention is supported")
     use_aux_norm = flag(hf, "use_aux_norm")  # SGLang's other name of fc_norm
     require(not use_aux_norm or flag(hf, "fc_norm"), "the draft has use_aux_norm; write it as fc_norm: true")
     for name in _SWITCHES:
@@ -212,7 +215,7 @@ def _check_draft_switches(hf: Mapping[str, Any], eagle: Mapping[str, Any]) -> No
 
 
 def _capture_after(
-    hf: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int, notes: list[str]
+    hf: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int | None, notes: list[str]
 ) -> tuple[int, ...]:
     """Which states the draft reads, from whichever convention its config uses; all given ones must agree."""
     if hf.get("capture_after") == "top":
@@ -237,6 +240,11 @@ def _capture_after(
                 f"{_AUX_IDS} {hf[_AUX_IDS]} is read as vLLM does: the states after layers {list(capture_after)}"
             )
     else:
+        if num_layers is None:
+            raise UserError(
+                "the draft's config does not say which target layers it reads; the usual ones follow from the number "
+                "of the target's layers, so give --target"
+            )
         capture_after = default_capture_after(num_layers)
         notes.append(
             f"the draft's config does not say which target layers it reads: the usual {list(capture_after)} are taken. "
@@ -246,7 +254,7 @@ def _capture_after(
         count in (None, len(capture_after)), f"num_aux_hidden_states is {count} but {len(capture_after)} are captured"
     )
     require(capture_after != TOP, f"capture_after is {list(TOP)}; expected layers, or 'top'")
-    check_capture_after(capture_after, num_layers)
+    check_capture_after(capture_after, num_layers or max(capture_after, default=0) + 1)
     return capture_after
 
 
@@ -336,6 +344,15 @@ def draft_target_ids(
 def _is_map(ids: Tensor, vocab_size: int) -> bool:
     inside = len(ids) > 0 and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
     return inside and len(ids.unique()) == len(ids)
+
+
+def file_tensors(tensors: Mapping[str, Tensor], target_ids_W: Tensor, config: DraftConfig) -> dict[str, Tensor]:
+    """All tensors of a draft's file, from those of the model and its map; the same bytes."""
+    head = tensors["lm_head.weight"]
+    out = dict(tensors) | vocab_tensors(head, target_ids_W, config.vocab_size)
+    if config.attention_bias:
+        out[OUTPUT_BIAS] = torch.zeros(config.hidden_size, dtype=head.dtype)
+    return out
 
 
 def vocab_tensors(lm_head_WD: Tensor, target_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:

@@ -133,7 +133,7 @@ def rope_to_dict(rope: RopeConfig) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- targets: config.json
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -153,11 +153,11 @@ def target_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     )
     architectures, family = texts(hf, "architectures"), text(hf, "model_type")
     if family is None and len(architectures) == 1:
-        family = next((f for f, name in _ARCHITECTURES.items() if name == architectures[0]), None)
-    supported = f"supported: {', '.join(_ARCHITECTURES.values())}"
-    require(family in _ARCHITECTURES, f"model_type {family!r} (architectures {architectures}) is unknown; {supported}")
+        family = next((f for f, name in ARCHITECTURES.items() if name == architectures[0]), None)
+    supported = f"supported: {', '.join(ARCHITECTURES.values())}"
+    require(family in ARCHITECTURES, f"model_type {family!r} (architectures {architectures}) is unknown; {supported}")
     require(
-        not architectures or architectures == [_ARCHITECTURES[family]],
+        not architectures or architectures == [ARCHITECTURES[family]],
         f"architectures {architectures} of model_type {family!r} is not a plain language model here; {supported}",
     )
     quantisation = hf.get("quantization_config")
@@ -244,11 +244,11 @@ def hf_config(config: TargetConfig) -> dict[str, Any]:
     }[c.family]
     require(
         bias_fits and c.qk_norm == (c.family == "qwen3") and (c.family == "llama" or not c.mlp_bias),
-        f"this {c.family} target has biases or norms that {_ARCHITECTURES[c.family]} of Transformers does not",
+        f"this {c.family} target has biases or norms that {ARCHITECTURES[c.family]} of Transformers does not",
     )
     eos: Any = list(c.eos_token_ids) if len(c.eos_token_ids) > 1 else next(iter(c.eos_token_ids), None)
     out: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[c.family]],
+        "architectures": [ARCHITECTURES[c.family]],
         "model_type": c.family,
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -281,7 +281,7 @@ def hf_config(config: TargetConfig) -> dict[str, Any]:
 # ---------------------------------------------------------------- targets: GGUF
 
 _GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-_GGUF_TENSORS = {
+GGUF_TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -303,7 +303,7 @@ GGUF_ROPE_FACTORS = "rope_freqs.weight"  # not a weight: what llama3 scaling div
 def gguf_tensor_name(name: str) -> str:
     """The Hugging Face name of a GGUF tensor; an unknown name comes back as it is, to be reported as left over."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    ours = _GGUF_TENSORS.get(match[2]) if match else None
+    ours = GGUF_TENSORS.get(match[2]) if match else None
     if match is None or ours is None or (match[1] is None) == (match[2].startswith(("attn_", "ffn_"))):
         return name
     return (f"model.layers.{match[1]}." if match[1] is not None else "") + f"{ours}.{match[3]}"
@@ -316,6 +316,11 @@ def unpermute_rope_rows(weight: Tensor, heads: int) -> Tensor:
     halves (0, E/2), (1, E/2+1) ... Only the architecture `llama` is stored that way, Qwen's is not.
     """
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def permute_rope_rows(weight: Tensor, heads: int) -> Tensor:
+    """The way back: rows of q or k as a GGUF `llama`, or a draft for it, stores them."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
 
 
 def gguf_target_config(
