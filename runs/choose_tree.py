@@ -17,7 +17,7 @@ from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
 from aquiline.model.backend import describe
 
-GRID = ["auto", "1:7:7", "2:4:5", "2:4:7", "2:8:15", "3:3:7", "3:4:7", "3:4:9", "3:5:11", "3:6:15", "4:1:4", "4:4:11", "5:6:31"]
+GRID = "auto 1:7:7 2:4:5 2:4:7 2:8:15 3:3:7 3:4:7 3:4:9 3:5:11 3:6:15 4:1:4 4:4:11 5:6:31".split()
 
 
 def main() -> None:
