@@ -17,14 +17,14 @@ from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts
 from aquiline.model.backend import describe
 
-GRID = "auto 1:7:7 2:4:5 2:4:7 2:8:15 3:3:7 3:4:7 3:4:9 3:5:11 3:6:15 4:1:4 4:4:11 5:6:31".split()
+GRID = ["1:7:7", "2:4:5", "2:4:7", "2:8:15", "3:3:7", "3:4:7", "3:4:9", "3:5:11", "3:6:15", "4:1:4", "4:4:11", "5:6:31"]
 
 
 def main() -> None:
     out, tokens, paths = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     model = load()
     prompts = [p for path in paths for p in read_prompts(path)]
-    ways = [None, *GRID]
+    ways = [None, "auto", *GRID]
     seconds: dict[str | None, list[float]] = {way: [] for way in ways}
     emitted: dict[str | None, list[int]] = {way: [] for way in ways}
     steps: dict[str | None, list[int]] = {way: [] for way in ways}
@@ -46,7 +46,7 @@ def main() -> None:
     found.require()
     same = [i for i in range(len(prompts)) if len({emitted[way][i] for way in ways}) == 1]
     rows = {}
-    for way in GRID:
+    for way in ways[1:]:
         ratios = [seconds[None][i] / seconds[way][i] for i in same]
         rows[way] = {
             "speedup": sum(seconds[None][i] for i in same) / sum(seconds[way][i] for i in same),
@@ -57,7 +57,7 @@ def main() -> None:
         }
     record = {
         "trees": rows,
-        "best_fixed": max(GRID[1:], key=lambda way: rows[way]["speedup"]),
+        "best_fixed": max(GRID, key=lambda way: rows[way]["speedup"]),
         "prompts": len(same),
         "max_new_tokens": tokens,
         "plain_tokens_per_second": sum(emitted[None]) / sum(seconds[None]),
