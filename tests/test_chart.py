@@ -23,8 +23,8 @@ def test_ticks_are_round_and_include_the_values(low, high, expected):
 
 def test_points_bars_names_and_places():
     lines = [
-        Line("a <b>", "#111111", [(1, 0.0), (3, 1.0)], marks=True, ranges=[(3, 0.5, 1.0)]),
-        Line("", "#222222", [(2, 0.5)], joined=False),
+        Line("a <b>", "#111111", [(1, 2.0), (3, 3.0)], marks=True, ranges=[(3, 2.5, 3.0)]),
+        Line("", "#222222", [(2, 2.5)], joined=False),
     ]
     root = ElementTree.fromstring(svg([Panel("t", []), Panel("t & u", lines, "x name", {1: "one", 3: "three"})]))
     texts = {t.text: (float(t.get("x")), float(t.get("y"))) for t in root.iter(f"{SVG}text")}
