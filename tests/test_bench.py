@@ -9,7 +9,17 @@ from aquiline.config import AUTO_TREE, PHASES, BenchConfig, TreeConfig, UserErro
 from aquiline.decode import clock
 from aquiline.decode.engine import Request
 from aquiline.measure import bench
-from aquiline.measure.bench import Run, make_engine, make_record, number_of_runs, runs, start_up, summarise, warm_up
+from aquiline.measure.bench import (
+    Run,
+    in_turn,
+    make_engine,
+    make_record,
+    number_of_runs,
+    runs,
+    start_up,
+    summarise,
+    warm_up,
+)
 from aquiline.measure.evaluate import Rendered, render
 from aquiline.measure.quiet import Quiet
 from aquiline.measure.tasks import Prompt
@@ -61,6 +71,11 @@ def test_the_record_of_real_runs(model, rendered):
     assert any(name.startswith("target, batch to 4") for name in record["costs_ms"])
     settings = record["settings"]
     assert (settings["trees"], settings["batches"], settings["repeats"]) == (["3:1:3", "auto"], [1, 4], 2)
+
+
+def test_files_take_turns():
+    files = [[Rendered(name, []) for name in names] for names in ("ab", "c", "def")]
+    assert "".join(prompt.id for prompt in in_turn(files)) == "acdbef"
 
 
 def test_rounds_take_the_next_prompts_and_ways_take_turns(model, rendered):

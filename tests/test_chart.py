@@ -32,6 +32,7 @@ def test_points_bars_names_and_places():
     (line,) = (e.get("points") for e in root.iter(f"{SVG}polyline"))
     (left, low), (right, high) = (map(float, p.split(",")) for p in line.split())
     assert (left, right) == (texts["one"][0], texts["three"][0])
+    assert (texts["2"][1], texts["3"][1], texts["t & u"][1]) == (low, high, high - 12)
     assert right - left == 760
     assert low - high == 190
     dots = [(float(c.get("cx")), float(c.get("cy")), c.get("fill")) for c in root.iter(f"{SVG}circle")]

@@ -1,6 +1,5 @@
 """`bench`, and `plot`, which draws its records and those of `eval`."""
 
-import itertools
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,8 +70,7 @@ def bench(
         began = time.perf_counter()
         model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
         startup = {"load": time.perf_counter() - began}
-        by_task = [render(model, name, asked) for name, asked in tasks.items()]
-        prompts = [p for row in itertools.zip_longest(*by_task) for p in row if p is not None]  # files in turn
+        prompts = measure.in_turn([render(model, name, asked) for name, asked in tasks.items()])
         engine = measure.make_engine(model, prompts, config)
         startup |= measure.start_up(model, engine, prompts[0], config)
         measure.warm_up(model, engine, prompts, config)

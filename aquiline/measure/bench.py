@@ -4,6 +4,7 @@ All ways run on one loaded model and one engine. A round is one batch of prompts
 first rotates from round to round. The last round is not timed as a whole: a clock runs inside its cycles.
 """
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,11 @@ class Run:
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
+
+
+def in_turn(files: Sequence[Sequence[Rendered]]) -> list[Rendered]:
+    """The first prompt of each file, then the second of each, so that any batch is a mixture."""
+    return [prompt for row in itertools.zip_longest(*files) for prompt in row if prompt is not None]
 
 
 def make_engine(model: Model, prompts: Sequence[Rendered], config: BenchConfig) -> Engine:
