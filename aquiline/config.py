@@ -387,6 +387,26 @@ class EvalConfig:
         SamplingConfig(temperature=self.temperature, seed=self.seed)
 
 
+PHASES = ("draft", "target", "accept", "keep", "other")  # of a cycle, for whoever times it
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Plain decoding and several trees, at several batch sizes."""
+
+    trees: tuple[TreeConfig, ...] = tuple(dict.fromkeys((DEFAULT_TREE, AUTO_TREE)))
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    max_new_tokens: int = 128
+    repeats: int = 5  # of each batch size, with other prompts as far as there are others
+
+    def __post_init__(self) -> None:
+        for name, values in (("tree", self.trees), ("batch", self.batches)):
+            require(0 < len(values) == len(set(values)), f"--{name} must name something, and nothing twice")
+        require(min(self.batches) >= 1, f"batch {min(self.batches)} must be at least 1")
+        require(self.max_new_tokens >= 2, f"max_new_tokens {self.max_new_tokens} must be at least 2 to have a cycle")
+        require(self.repeats >= 1, f"repeats {self.repeats} must be at least 1")
+
+
 @dataclass(frozen=True)
 class AnswerConfig:
     """How the target answers prompts for training. Lengths are in tokens."""

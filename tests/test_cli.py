@@ -17,7 +17,7 @@ import typer
 
 from aquiline.api import Model, load_chat
 from aquiline.cli import main as cli
-from aquiline.config import DEFAULT_TREE, UserError
+from aquiline.config import DEFAULT_TREE, BenchConfig, UserError
 from aquiline.files import checkpoint
 from aquiline.measure import quiet
 from aquiline.train.run import TrainingRun
@@ -35,6 +35,11 @@ FLAGS = {
     "generate": MODEL | SAMPLING | {"--system", "--template-kwarg", "--compare", "--json"},
     "chat": MODEL | SAMPLING | {"--system", "--template-kwarg"},
     "eval": MODEL | {"--template-kwarg", "--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
+    "bench": {
+        "--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--template-kwarg", "--json",
+        "--pause-file", "--allow-load", "--batch", "--repeats",
+    },
+    "plot": set(),
     "export-target": set(),
     "convert": {"--to", "--target", "--force"},
     "train": {
@@ -220,6 +225,28 @@ def test_eval_json_follows_its_contract(aquiline, folders, prompt_files, tmp_pat
     assert record["tasks"]["one"]["prompts"] == 1
     assert not PLAIN_KEYS & set(record["tasks"]["one"])
     assert record["settings"]["limit"] == 1
+
+
+def test_bench_json_follows_its_contract_and_can_be_drawn(aquiline, folders, prompt_files, tmp_path):  # noqa: F811
+    record = tmp_path / "bench.json"
+    arguments = ["bench", *prompt_files, *models(folders), "--max-new-tokens", 9, "--allow-load", "--repeats", 2]
+    code, out, _ = aquiline(*arguments, "--json", record, "--batch", "1,3", "--tree", "2:2:3", "--tree", "auto")
+    assert code == 0
+    assert "speed-up" in out
+    value = json.loads(record.read_text())
+    assert list(value["batches"]) == ["1", "3"]
+    assert all(list(block["trees"]) == ["2:2:3", "auto"] for block in value["batches"].values())
+    assert set(value["startup"]) == {"load", "first_token", "first_tokens"}
+    code, out, err = aquiline(*arguments, "--json", "-", "--batch", 2)
+    assert code == 0
+    assert "speed-up" in err
+    assert json.loads(out)["settings"]["trees"] == [str(tree) for tree in BenchConfig.trees]
+    code, out, err = aquiline("plot", record, tmp_path / "bench.svg")
+    assert (code, out) == (0, "")
+    assert "speed-up over plain decoding" in (tmp_path / "bench.svg").read_text()
+    check_refused(aquiline("plot", record, record), "the record itself")
+    check_refused(aquiline("plot", prompt_files[1], tmp_path / "x.svg"), "nothing to draw")
+    assert not (tmp_path / "x.svg").exists()
 
 
 def test_eval_takes_the_pause_file(aquiline, folders, prompt_files, tmp_path, monkeypatch):  # noqa: F811
@@ -623,6 +650,12 @@ def test_what_is_wrong_with_the_flags_is_said_before_anything_is_loaded(aquiline
         ("eval", "x.jsonl", "--draft", "none"): ("needs a draft",),
         ("eval", "x.jsonl"): ("x.jsonl is not a file",),
         ("eval", "x.jsonl", "--limit", "0"): ("limit 0",),
+        ("bench", "x.jsonl"): ("x.jsonl is not a file",),
+        ("bench", "x.jsonl", "--draft", "none"): ("needs a draft",),
+        ("bench", "x.jsonl", "--batch", "1,x"): ("'1,x' is not numbers",),
+        ("bench", "x.jsonl", "--batch", "0"): ("batch 0",),
+        ("bench", "x.jsonl", "--json", "y.jsonl"): ("looks like a prompt file",),
+        ("plot", "x.json", "x.svg"): ("cannot read x.json",),
         ("train", "x.jsonl", "--out", "y", "--optimizer", "sgd"): ("muon or adamw",),
         ("train", "x.jsonl", "--out", "y", "--loss", "kl"): ("ce or lk",),
         ("train", "x.jsonl", "--out", "y", "--init", "zeros"): ("random or target-layer",),

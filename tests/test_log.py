@@ -13,7 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 from aquiline.config import AquilineWarning
 from aquiline.train.log import RunLog
 from aquiline.train.loop import Evaluation, Progress
-from aquiline.train.plot import _means, _ticks, plot
+from aquiline.train.plot import _means, plot
 
 
 @pytest.fixture(autouse=True)
@@ -156,8 +156,5 @@ def test_the_picture_shows_the_numbers():
     assert points(plot([])) == [[], []]
 
 
-def test_axes_end_in_round_numbers_and_long_lines_are_means():
-    assert _ticks(3.2, 11.9) == [2, 4, 6, 8, 10, 12]
-    assert _ticks(0.0, 0.63) == [0, 0.2, 0.4, 0.6, 0.8]
-    assert len(_ticks(1.0, 1.0)) >= 2
+def test_long_lines_are_means():
     assert _means([(x, x % 2) for x in range(400)]) == [(x, 0.5) for x in range(1, 400, 2)]

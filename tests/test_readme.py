@@ -30,6 +30,8 @@ TINY = {
     "generate": f"{SMALL} --device cpu",
     "chat": f"{SMALL} --device cpu",
     "eval": f"{SMALL} --device cpu",
+    "bench": f"{SMALL} --device cpu --repeats 1 --allow-load",
+    "plot": "",
     "train": "--device cpu --dtype float32 --draft-vocab-size 100 --held-out 2",
     "data answer": f"{SMALL} --device cpu",
     "data invent": f"{SMALL} --device cpu --count 2",
@@ -37,7 +39,7 @@ TINY = {
     "export-target": "",
     "convert": "",
 }
-SILENT = {"train", "export-target", "data answer", "data invent"}  # they write files
+SILENT = {"plot", "train", "export-target", "data answer", "data invent"}  # they write files
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("the draft's tokens are", "the data has")]
 

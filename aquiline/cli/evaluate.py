@@ -1,7 +1,6 @@
 """`eval`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,10 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from aquiline.cli.shared import (
+    AllowLoadFlag,
     DeviceFlag,
     DraftFlag,
     DtypeFlag,
+    JsonFlag,
     PauseFlag,
+    PromptFiles,
     SeedFlag,
     TargetFlag,
     TemperatureFlag,
@@ -20,11 +22,13 @@ from aquiline.cli.shared import (
     TokensFlag,
     TreeFlag,
     app,
-    check_writable,
+    check_record,
     load_model,
     note,
+    note_load,
     print_json,
     progress,
+    read_tasks,
     template_settings,
 )
 from aquiline.config import DEFAULT_TREE, EvalConfig, TreeConfig, require
@@ -36,12 +40,8 @@ if TYPE_CHECKING:
 
 @app.command("eval")
 def evaluate(
-    files: Annotated[
-        list[Path], typer.Argument(help="JSONL with 'turns', 'messages' or 'prompt'; or text, a prompt a line.")
-    ],
-    json_out: Annotated[
-        str | None, typer.Option("--json", help="Write the record there; '-' is stdout.", metavar="OUT")
-    ] = None,
+    files: PromptFiles,
+    json_out: JsonFlag = None,
     target: TargetFlag = "default",
     draft: DraftFlag = "default",
     max_new_tokens: TokensFlag = EvalConfig.max_new_tokens,
@@ -50,9 +50,7 @@ def evaluate(
     tree: TreeFlag = None,
     limit: Annotated[int | None, typer.Option("--limit", help="Prompts per file. [default: all]")] = EvalConfig.limit,
     no_plain: Annotated[bool, typer.Option("--no-plain", help="Leave plain decoding out: tau only.")] = False,
-    allow_load: Annotated[
-        bool, typer.Option("--allow-load", help="Keep the times even if other processes kept the machine busy.")
-    ] = False,
+    allow_load: AllowLoadFlag = False,
     template_kwarg: TemplateFlag = None,
     pause_file: PauseFlag = None,
     device: DeviceFlag = None,
@@ -62,21 +60,8 @@ def evaluate(
     shape = DEFAULT_TREE if tree is None else TreeConfig.parse(tree)
     config = EvalConfig(shape, max_new_tokens, temperature, seed, limit, not no_plain)
     require(draft != "none", "eval needs a draft to measure; leave --draft none out")
-    if json_out not in (None, "-"):
-        given = {path.resolve() for path in files}
-        require(Path(json_out).resolve() not in given, f"--json {json_out} would overwrite a prompt file")
-        require(
-            not json_out.endswith(".jsonl"),
-            f"--json {json_out} looks like a prompt file; --json takes the file that the record is written to",
-        )
-        check_writable(Path(json_out))
-    from aquiline.measure import tasks
-
-    prompts: dict[str, list[tasks.Prompt]] = {}
-    for path in files:
-        name = tasks.task_name(path)
-        require(name not in prompts, f"two files are named {name}, and a task is named after its file; rename one")
-        prompts[name] = tasks.read_prompts(path, limit)
+    check_record(json_out, files)
+    prompts = read_tasks(files, limit)
     model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
     from aquiline.files.disk import write_json_atomic
     from aquiline.measure import evaluate as measure
@@ -89,9 +74,7 @@ def evaluate(
         measure.warm_up(model, next(iter(rendered.values()))[0].ids, config)
         blocks = {name: _measure(model, name, asked, config) for name, asked in rendered.items()}
     record = measure.make_record(model, config, prompts, blocks, machine, allow_load=allow_load)
-    if machine.loaded:
-        times = "the times are kept all the same" if allow_load else "the times are left out; --allow-load keeps them"
-        note(f"warning: other processes took {machine.load:.0%} of the machine meanwhile: {times}")
+    note_load(machine, allow_load=allow_load)
     if json_out == "-":
         print_json(record)
     elif json_out is not None:

@@ -7,6 +7,7 @@ to stdout, everything about them to stderr. What the user can mend is one line o
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,8 @@ from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, Us
 
 if TYPE_CHECKING:
     from aquiline.api import Model
+    from aquiline.measure.quiet import Quiet
+    from aquiline.measure.tasks import Prompt
 
 app = typer.Typer(
     help="Train, prove and run EAGLE-3 draft heads: the target's own text, in fewer passes.",
@@ -59,6 +62,13 @@ PauseFlag = Annotated[
         help="Training runs stand still while a measurement holds it. [default: $AQUILINE_PAUSE_FILE, else none]",
         show_envvar=False,
     ),
+]
+PromptFiles = Annotated[
+    list[Path], typer.Argument(help="JSONL with 'turns', 'messages' or 'prompt'; or text, a prompt a line.")
+]
+JsonFlag = Annotated[str | None, typer.Option("--json", help="Write the record there; '-' is stdout.", metavar="OUT")]
+AllowLoadFlag = Annotated[
+    bool, typer.Option("--allow-load", help="Keep the times even if other processes kept the machine busy.")
 ]
 SeedFlag = Annotated[int, typer.Option("--seed", help="Same seed, same text, with and without a draft.")]
 TemplateFlag = Annotated[
@@ -122,6 +132,38 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_record(json_out: str | None, files: Sequence[Path]) -> None:
+    """UserError where the record of a measurement cannot be written, or would overwrite its prompts."""
+    if json_out in (None, "-"):
+        return
+    given = {path.resolve() for path in files}
+    require(Path(json_out).resolve() not in given, f"--json {json_out} would overwrite a prompt file")
+    require(
+        not json_out.endswith(".jsonl"),
+        f"--json {json_out} looks like a prompt file; --json takes the file that the record is written to",
+    )
+    check_writable(Path(json_out))
+
+
+def read_tasks(files: Sequence[Path], limit: int | None = None) -> "dict[str, list[Prompt]]":
+    """The prompts to measure, by task."""
+    from aquiline.measure import tasks
+
+    prompts: dict[str, list[Prompt]] = {}
+    for path in files:
+        name = tasks.task_name(path)
+        require(name not in prompts, f"two files are named {name}, and a task is named after its file; rename one")
+        prompts[name] = tasks.read_prompts(path, limit)
+    return prompts
+
+
+def note_load(machine: "Quiet", *, allow_load: bool) -> None:
+    """Say it when a measurement did not have the machine to itself."""
+    if machine.loaded:
+        times = "the times are kept all the same" if allow_load else "the times are left out; --allow-load keeps them"
+        note(f"warning: other processes took {machine.load:.0%} of the machine meanwhile: {times}")
 
 
 def print_json(value: Any) -> None:

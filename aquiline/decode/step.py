@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aquiline.decode.clock import lap
 from aquiline.decode.cost import Chooser
 from aquiline.decode.drafter import Drafter, Row
 from aquiline.decode.tree import Tree, flatten
@@ -62,14 +63,18 @@ def speculative_step(
     Afterwards `known` of each row has grown by the verdict's tokens, and its cache by the tokens of the path and the
     root. A row that must stop inside them is cut back by the engine.
     """
+    lap("other")
     trees = [Tree.empty(target.device)] * len(rows) if drafter is None else drafter.draft(rows, chooser)
+    lap("draft")
     began = time.perf_counter()
     flat = flatten(trees, [row.known[-1] for row in rows], [len(row.known) - 1 for row in rows])
     mask_BNN = flat.mask_BNN if flat.ids_BN.shape[1] > 1 else None
+    lap("other")
     out = target(flat.ids_BN, flat.positions_BN, mask_BNN, cache, [row.slot for row in rows])
     verdicts = _verify_batch(target, rows, trees, out)
     for b, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         _keep(cache, drafter, row, verdict, out, b)
+    lap("keep")
     if chooser is not None:
         for row, tree, verdict in zip(rows, trees, verdicts, strict=True):
             chooser.learn(tree, verdict.path, row.mood)
@@ -84,11 +89,17 @@ def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], ou
     others = [b for b, row in enumerate(rows) if not row.sampler.plain_greedy]
     verdicts: dict[int, Verdict] = {}
     if greedy:
-        for b, best_N in zip(greedy, target.best(out.last_BND[greedy]).tolist(), strict=True):
+        best_BN = target.best(out.last_BND[greedy]).tolist()
+        lap("target")
+        for b, best_N in zip(greedy, best_BN, strict=True):
             verdicts[b] = verify(trees[b], rows[b].sampler, len(rows[b].known), argmax_N=best_N)
+        lap("accept")
     if others:
-        for b, logits_NV in zip(others, target.logits(out.last_BND[others]), strict=True):
+        logits_BNV = target.logits(out.last_BND[others])
+        lap("target")
+        for b, logits_NV in zip(others, logits_BNV, strict=True):
             verdicts[b] = _verify(rows[b], trees[b], logits_NV)
+        lap("accept")
     return [verdicts[b] for b in range(len(rows))]
 
 

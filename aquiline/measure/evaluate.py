@@ -155,7 +155,7 @@ def summarise(done: Sequence[Comparison], config: EvalConfig, draft: Draft | str
     tried, accepted = _added([r.tried for r in requests]), _added([r.accepted for r in requests])
     block: dict[str, Any] = {
         "prompts": len(done),
-        "tau": sum(sum(r.cycle_lengths) for r in requests) / cycles if cycles else None,
+        "tau": pooled_tau(requests),
         "tau_per_prompt_mean": statistics.fmean(taus) if taus else None,
         "cycles": cycles,
         "generated_tokens": sum(c.result.generated_tokens for c in done),
@@ -163,7 +163,7 @@ def summarise(done: Sequence[Comparison], config: EvalConfig, draft: Draft | str
         "acceptance_per_depth": [a / cycles for a in accepted],
     }
     if config.tree.auto:
-        block["trees"] = _trees(requests)
+        block["trees"] = chosen(requests)
     if config.tree.is_chain:
         block["n_alpha"] = [a / t if t else None for a, t in zip(accepted, tried, strict=True)]
     if isinstance(draft, Draft) and draft.config.trained_length is not None:
@@ -184,8 +184,14 @@ def summarise(done: Sequence[Comparison], config: EvalConfig, draft: Draft | str
     return block
 
 
-def _trees(requests: Sequence[Request]) -> dict[str, Any]:
-    """What was chosen: the share of plain steps, and of the rest how deep and large the trees were."""
+def pooled_tau(requests: Sequence[Request]) -> float | None:
+    """Tokens per speculative cycle of all requests; None without a cycle."""
+    cycles = sum(r.cycles for r in requests)
+    return sum(sum(r.cycle_lengths) for r in requests) / cycles if cycles else None
+
+
+def chosen(requests: Sequence[Request]) -> dict[str, Any]:
+    """The trees that `auto` chose: the share of plain steps, and of the rest how deep and large the trees were."""
     steps = sum((r.trees for r in requests), Counter[tuple[int, int]]())
     total, plain = sum(steps.values()), steps.pop((0, 0), 0)
     drafted = total - plain
@@ -236,29 +242,19 @@ def make_record(
     `allow_load`; what was accepted does not depend on it.
     """
     if quiet is not None and quiet.loaded and not allow_load:
-        tasks = {name: {k: None if k in TIMED else v for k, v in t.items()} for name, t in tasks.items()}
+        tasks = {name: without(TIMED, block) for name, block in tasks.items()}
     means = {}
     for key in ("tau", "speedup_median"):
         values = [t[key] for t in tasks.values() if t.get(key) is not None]
         if values:
             means[key] = statistics.fmean(values)
-    asked = {name: [[p.id, p.messages] for p in ps] for name, ps in prompts.items()}
-    settings = {
-        "target": model.target_name,
-        "draft": model.draft_name,
-        "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
-        "dtype": model.dtype,
-        "decoding": describe(model.target.dtype, model.target.device),
+    settings = model_settings(model, prompts) | {
         "tree": str(config.tree),
         "temperature": config.temperature,
         "seed": config.seed,
         "max_new_tokens": config.max_new_tokens,
         "limit": config.limit,
         "plain": config.plain,
-        "tokenizer": model.chat.fingerprint(),
-        "template": model.chat.template_fingerprint(),
-        "template_kwargs": model.template_kwargs,
-        "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
     }
     chooser = model.engine.chooser if config.tree.auto else None
     return {
@@ -269,6 +265,27 @@ def make_record(
         "machine": machine(model.target.device) | ({} if quiet is None else quiet.record()),
         "versions": versions(),
         "definitions": DEFINITIONS,
+    }
+
+
+def without(timed: Sequence[str], block: Mapping[str, Any]) -> dict[str, Any]:
+    """A block whose times mean nothing: they are left empty."""
+    return {k: None if k in timed else v for k, v in block.items()}
+
+
+def model_settings(model: Model, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, Any]:
+    """What was measured, of everything that is the same for all kinds of measurement."""
+    asked = {name: [[p.id, p.messages] for p in ps] for name, ps in prompts.items()}
+    return {
+        "target": model.target_name,
+        "draft": model.draft_name,
+        "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
+        "dtype": model.dtype,
+        "decoding": describe(model.target.dtype, model.target.device),
+        "tokenizer": model.chat.fingerprint(),
+        "template": model.chat.template_fingerprint(),
+        "template_kwargs": model.template_kwargs,
+        "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
     }
 
 
