@@ -394,7 +394,7 @@ PHASES = ("draft", "target", "accept", "keep", "other")  # of a cycle, for whoev
 class BenchConfig:
     """Plain decoding and several trees, at several batch sizes."""
 
-    trees: tuple[TreeConfig, ...] = tuple(dict.fromkeys((DEFAULT_TREE, AUTO_TREE)))
+    trees: tuple[TreeConfig, ...] = (TreeConfig(2, 4, 7), AUTO_TREE)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     max_new_tokens: int = 128
     repeats: int = 5  # of each batch size, with other prompts as far as there are others

@@ -54,6 +54,7 @@ def aquiline(settings: dict) -> tuple[str, Decode]:
     model = load(settings["target"], settings["draft"] if tree else "none", dtype=settings["dtype"])
 
     def decode(ids: list[int], tokens: int, _: list[int]) -> tuple[list[int], int | None]:
+        model.engine.forget()  # every turn runs its prompt
         request = model.request(ids, max_new_tokens=tokens, tree=tree, plain=tree is None)
         model.run(request)
         return request.output_ids, request.trees.total()
@@ -72,7 +73,6 @@ def transformers(settings: dict) -> tuple[str, Decode]:
     @torch.inference_mode()
     def decode(ids: list[int], tokens: int, stops: list[int]) -> tuple[list[int], int | None]:
         prompt = torch.tensor([ids])
-        model.engine.forget()  # every turn runs its prompt
         out = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False,
             eos_token_id=stops, pad_token_id=stops[0],

@@ -287,8 +287,9 @@ def test_convert_prints_what_it_changed(aquiline, folders, tmp_path):  # noqa: F
     code, out, err = aquiline("convert", folders / "draft", tmp_path / "other", "--to", "vllm")
     assert (code, out) == (2, "")
     assert err == "error: --to vllm is not known; expected one of sglang, speculators, openvino, gguf\n"
-    reference = load(folders).generate("hi", max_new_tokens=20)
-    _, out, _ = aquiline("generate", "hi", *models(folders, tmp_path / "out"), "--max-new-tokens", 20, "--json")
+    settings = ["--max-new-tokens", 20, "--tree", "4:2:8", "--json"]
+    reference = load(folders).generate("hi", max_new_tokens=20, tree="4:2:8")
+    _, out, _ = aquiline("generate", "hi", *models(folders, tmp_path / "out"), *settings)
     assert json.loads(out)["token_ids"] == reference.token_ids
     assert json.loads(out)["tau"] == reference.tau
 
