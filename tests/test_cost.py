@@ -30,6 +30,7 @@ def costs(target, level, load=False):
     for kind, points in zip(cost.KINDS, (target, level, level), strict=True):
         for batch in (1, 2, 4):
             made._costs[kind, batch, 256] = PassCosts(points)
+    made._trusted = set(made._costs)
     return made
 
 
@@ -62,6 +63,13 @@ class TestPassCosts:
         assert made(1) == pytest.approx(1.025)
         made.observe(8, 2.6)
         assert made.points() == pytest.approx({1: 1.025, 2: 2.0, 8: 2.6})
+
+    def test_a_point_below_a_lower_ones_stays_what_is_read_there(self):
+        made = PassCosts({1: 3.0, 2: 2.0, 4: 4.0})
+        for _ in range(1000):
+            made.observe(2, 2.0)
+        assert made.points() == pytest.approx({1: 3.0, 2: 2.0, 4: 4.0})
+        assert made(2) == 3.0
 
 
 @pytest.fixture
@@ -125,6 +133,24 @@ class TestCosts:
         assert not file.exists()  # readings do not make up for what was measured badly
         made.probe(1, 1, lambda n: None, lambda n: None)
         assert file.exists()
+
+    def test_what_was_measured_under_load_is_measured_again_ever_more_rarely(self, monkeypatch):
+        now = [100.0]
+        monkeypatch.setattr(cost.time, "monotonic", lambda: now[0])
+        made, waits = Costs(None, {}, Load(True)), []
+        for _ in range(4):
+            made.probe(1, 1, lambda n: None, lambda n: None)
+            waits.append(0)
+            while made.known(1):
+                now[0] += 1
+                waits[-1] += 1
+        assert waits == [10, 20, 40, 80]
+        made.of("target", 1, 5000).observe(1, 9.0)  # a copy of what is not trusted
+        made._load.answer = False
+        made.probe(1, 1, lambda n: None, lambda n: None)
+        now[0] += 1e6
+        assert made.known(1)
+        assert made.of("target", 1, 5000).points() == made.of("target", 1, 1).points()
 
     def test_two_processes_keep_each_others(self, tmp_path):
         file = costs_file(tmp_path, {})

@@ -38,7 +38,8 @@ from aquiline.model.machine import ForeignLoad
 KINDS = ("target", "first", "level")  # of passes
 _Key = tuple[str, int, int]  # kind, batch size, context
 
-PROBED = (1, 8, 4, 16, 32, 6, 12, 10, 64, 24, 2)  # tokens of each row at which a target pass is measured, in this order
+# Tokens of each row at which a target pass is measured, in this order; kernels have their steps behind multiples of 8.
+PROBED = (1, 8, 4, 16, 9, 32, 17, 2, 12, 6, 25, 24, 33, 64)
 WIDTHS = (4, 8)  # nodes of each row that one draft level may run
 MOST_NODES = 63
 _MOST_PROBED = 512  # tokens of all rows: memory for more is not asked for on trial
@@ -51,6 +52,7 @@ _GAIN = 0.5  # tokens that a level brings per probability of the nodes it runs, 
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
 LONGEST_CATCH_UP = _LONGEST_REST + 16  # rows: more are a prompt's, which come once
 _SAVE_SECONDS = 60.0
+_FIRST_RETRY = 10.0  # seconds until what was measured under load is measured again; then twice as long each time
 
 
 class PassCosts:
@@ -88,10 +90,11 @@ class PassCosts:
         if not above:
             self._points[tokens] = max(seconds, self._points[below[-1]])
         else:
-            expected = self(tokens)
-            step = 0.05 * float(np.clip(seconds - expected, -expected / 2, expected / 2))
             right, left = above[0], below[-1] if below else above[0]
             share = (tokens - left) / (right - left) if right > left else 0.0
+            # Of these points alone: what the table says may be that of a lower one, which they are not to make up for.
+            expected = (1 - share) * self._points[left] + share * self._points[right]
+            step = 0.05 * float(np.clip(seconds - expected, -expected / 2, expected / 2))
             self._points[left] += step * (1 - share)
             if right > left:
                 self._points[right] += step * share
@@ -126,7 +129,8 @@ class Costs:
     """V and c of one target and draft on this machine, by batch size and context; kept in a file, where one is given.
 
     A batch size (to the next power of two) is probed once; at another context it starts as what is known of the
-    nearest, and real passes move it.
+    nearest, and real passes move it. What was timed while others kept the machine busy is used, but not saved, and
+    before long measured again: passes so dear that no tree pays are never seen again otherwise.
     """
 
     def __init__(self, file: Path | None, depends: dict[str, Any], load: ForeignLoad | None = None) -> None:
@@ -135,21 +139,26 @@ class Costs:
         self._trusted = set(self._costs)  # measured on a machine that was left to us: these are saved
         self._readings: list[tuple[PassCosts, int, float]] = []  # since the load was looked at
         self._saved_at, self._changed = time.monotonic(), False
+        self._retries: dict[int, tuple[float, float]] = {}  # by batch size: when, and how long it was until then
 
     def known(self, batch: int) -> bool:
-        return any(b == _bucket(batch, 1) for _, b, _ in self._costs)
+        """Whether a batch size need not be probed now."""
+        size = _bucket(batch, 1)
+        keys = [key for key in self._costs if key[1] == size]
+        return bool(keys) and (not self._trusted.isdisjoint(keys) or time.monotonic() < self._retries[size][0])
 
     def probe(self, batch: int, context: int, target: Callable[[int], object], level: Callable[[int], object]) -> None:
-        """Time both passes; a cycle's first draft pass is at first taken to cost what a level does. What was timed
-        while others kept the machine busy is used, but not saved.
-        """
+        """Time both passes; a cycle's first draft pass is at first taken to cost what a level does."""
         self._settle()
         until = time.perf_counter() + _PROBE_SECONDS
         levels = probe(level, WIDTHS, batch, until)
         passes = probe(target, PROBED, batch, until)
-        busy = self._settle()
+        busy, size = self._settle(), _bucket(batch, 1)
+        wait = 2 * self._retries[size][1] if size in self._retries else _FIRST_RETRY
+        self._retries[size] = (time.monotonic() + wait, wait)
+        self._costs = {key: costs for key, costs in self._costs.items() if key[1] != size}  # copies for other contexts
         for kind, found in zip(KINDS, (passes, levels, levels), strict=True):
-            key = (kind, _bucket(batch, 1), _bucket(context, _SHORTEST_CONTEXT))
+            key = (kind, size, _bucket(context, _SHORTEST_CONTEXT))
             self._costs[key] = PassCosts(found)
             if not busy:
                 self._trusted.add(key)
