@@ -52,7 +52,7 @@ class TestPassCosts:
         for _ in range(400):
             made.observe(3, 2.0)
         assert made(3) == pytest.approx(2.0, abs=0.01)
-        assert made(1) == 1.0
+        assert 0.7 < made(1) < 0.9  # all go with it a little
         for _ in range(400):
             made.observe(1, 0.5)
         assert made(1) == pytest.approx(0.5, abs=0.01)
@@ -60,9 +60,9 @@ class TestPassCosts:
     def test_a_reading_far_off_moves_little_and_one_beyond_makes_a_point(self):
         made = PassCosts({1: 1.0, 2: 2.0})
         made.observe(1, 1000.0)
-        assert made(1) == pytest.approx(1.025)
+        assert made.points() == pytest.approx({1: 1.04, 2: 2.02})
         made.observe(8, 2.6)
-        assert made.points() == pytest.approx({1: 1.025, 2: 2.0, 8: 2.6})
+        assert made.points() == pytest.approx({1: 1.04, 2: 2.02, 8: 2.6})
 
     def test_a_point_below_a_lower_ones_stays_what_is_read_there(self):
         made = PassCosts({1: 3.0, 2: 2.0, 4: 4.0})
@@ -319,7 +319,7 @@ class TestChooser:
             made.nodes([shallow], 2, V, 0.0, 1, [Mood()])
         assert made.gains[0] == pytest.approx(0.0, abs=0.01)
         for _ in range(5000):
-            made.learn(Tree.empty(), [], Mood())
+            made.fade()
         assert made.gains[0] == pytest.approx(0.5, abs=0.01)
 
     def test_limits_follow_what_paid(self):
@@ -329,6 +329,10 @@ class TestChooser:
         assert made.limits(AUTO_TREE, mood) == TreeConfig(8, 4, 16, auto=True)
         mood.nodes = 50
         assert made.limits(AUTO_TREE, mood) == TreeConfig(8, 8, 63, auto=True)
+        mood.nodes = 1.0
+        sizes = [made.limits(TreeConfig(12, 16, 40, auto=True), mood) for _ in range(64)]
+        assert sizes.count(TreeConfig(8, 8, 40, auto=True)) == 2  # deeper than what is learnt of levels it never goes
+        assert sizes.count(TreeConfig(8, 4, 8, auto=True)) == 62
 
 
 def ready(engine, points, load=False):

@@ -70,6 +70,12 @@ class TestLargePages:
         copies = [pages.copy(source) for source in sources]
         assert all(torch.equal(source, copy) for source, copy in zip(sources, copies, strict=True))
 
+    def test_a_piece_begun_in_inference_mode_serves_outside_of_it(self):
+        pages = machine.LargePages()
+        with torch.inference_mode():
+            pages.copy(torch.ones(3))
+        assert torch.equal(pages.copy(torch.ones(3)), torch.ones(3))
+
     def test_a_system_without_them_does_without(self, monkeypatch):
         monkeypatch.delattr(machine.mmap, "MADV_HUGEPAGE", raising=False)
         assert torch.equal(machine.LargePages().copy(torch.ones(3)), torch.ones(3))

@@ -50,7 +50,9 @@ _EDGES = [math.log(p) for p in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95
 _FADE = 0.998  # of what was learnt about chances, per step
 _GAIN = 0.5  # tokens that a level brings per probability of the nodes it runs, before anything is known
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
+_LOOK_FAR = 32  # of so many trees of a request one may be as large as any
 LONGEST_CATCH_UP = _LONGEST_REST + 16  # rows: more are a prompt's, which come once
+_STEP, _DRIFT = 0.08, 0.02  # of what a reading is off, that its size moves, and all sizes
 _SAVE_SECONDS = 60.0
 _FIRST_RETRY = 10.0  # seconds until what was measured under load is measured again; then twice as long each time
 
@@ -94,7 +96,10 @@ class PassCosts:
             share = (tokens - left) / (right - left) if right > left else 0.0
             # Of these points alone: what the table says may be that of a lower one, which they are not to make up for.
             expected = (1 - share) * self._points[left] + share * self._points[right]
-            step = 0.05 * float(np.clip(seconds - expected, -expected / 2, expected / 2))
+            off = min(max(seconds / expected - 1, -0.5), 0.5)
+            # A little is taken to be true of all: sizes that are not met any more go with those that are.
+            self._points = {n: s * (1 + _DRIFT * off) for n, s in self._points.items()}
+            step = (_STEP - _DRIFT) * off * expected
             self._points[left] += step * (1 - share)
             if right > left:
                 self._points[right] += step * share
@@ -278,7 +283,7 @@ class Calibration:
             self._accepted[at][bucket] += node in accepted
 
     def fade(self) -> None:
-        """At every step, plain ones too: what made trees too dear is forgotten, or nothing would be judged again."""
+        """Forget a little."""
         for of_depths in (self._expected, self._accepted):
             of_depths[:] = [[_FADE * seen for seen in of_buckets] for of_buckets in of_depths]
 
@@ -296,10 +301,11 @@ class Mood:
     price: float = 1.0  # of the last tree, its draft passes included, in plain steps
     rate: float | None = None  # smoothed tokens per second of its batch, with trees
     nodes: float = 8.0  # smoothed, of its trees
+    trees: int = 0
 
     @property
     def trust(self) -> float:
-        """Factor on the chance of every node, its parent being accepted."""
+        """Factor on the chance of every node."""
         return min(1.2, (2.0 + self.accepted) / (2.0 + self.expected))
 
     def judged(self, expected: float, accepted: int) -> None:
@@ -359,10 +365,16 @@ class Chooser:
     gains: list[float] = field(default_factory=lambda: [_GAIN] * _DEPTHS)  # of running nodes of depth 1, 2, ...
 
     def limits(self, config: TreeConfig, mood: Mood) -> TreeConfig:
-        """How far the coming tree may go: about twice the nodes that paid lately, in levels half as wide as these."""
+        """How far the coming tree may go: about twice the nodes that paid lately, in levels half as wide as these; now
+        and then as far as any, for what pays may lie beyond sizes that do not.
+        """
+        mood.trees += 1
+        if mood.trees % _LOOK_FAR == 0:
+            return dataclasses.replace(config, top_k=min(WIDTHS[-1], config.top_k), depth=min(config.depth, _DEPTHS))
         width = next((w for w in WIDTHS if 2 * w > mood.nodes), WIDTHS[-1])
         most = min(config.num_nodes, MOST_NODES, 2 * math.ceil(max(mood.nodes, 4)))
-        return dataclasses.replace(config, top_k=min(width, config.top_k), num_nodes=most)
+        depth, top_k = min(config.depth, _DEPTHS), min(width, config.top_k)
+        return dataclasses.replace(config, depth=depth, top_k=top_k, num_nodes=most)
 
     def worth(self, mood: Mood, level_seconds: float, plain_rate: float) -> list[float]:
         """How likely the nodes of depth 1, 2, ... must be, together, to be run: a level's price in tokens over what
@@ -404,10 +416,13 @@ class Chooser:
         at = min(ran - 1, _DEPTHS) - 1
         self.gains[at] += 0.05 * (gained / max(mood.trust * likely, 1e-3) - self.gains[at])
 
-    def learn(self, tree: Tree, path: Sequence[int], mood: Mood) -> None:
-        """A row's step, a plain one too."""
+    def fade(self) -> None:
+        """At every step, plain ones too: what made trees too dear is forgotten, or nothing would be judged again."""
         self.calibration.fade()
         self.gains = [gain + (1 - _FADE) * (_GAIN - gain) for gain in self.gains]
+
+    def learn(self, tree: Tree, path: Sequence[int], mood: Mood) -> None:
+        """What became of a tree that this chose."""
         if len(tree) == 0:
             return
         depths = tree.on_host[2]

@@ -106,8 +106,9 @@ class EagleDrafter:
         width = max(limit.top_k for limit in limits)
         worth = [chooser.worth(mood, level(width) / len(rows), batch / V[1]) for mood in moods]
         new = max(sum(map(len, row.pending_aux)) for row in rows)
+        usual = new <= LONGEST_CATCH_UP and all(self.cache.lengths[row.slot] for row in rows)  # no prompt is among them
         trees, seconds = self.grow(rows, limits, worth)
-        if new <= LONGEST_CATCH_UP:
+        if usual:
             chooser.costs.observe(first, new, seconds[0])
         for of_level in seconds[1:]:
             chooser.costs.observe(level, width, of_level)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from aquiline.config import Limits, SamplingConfig, TreeConfig, UserError, require
-from aquiline.decode.cost import Chooser, Costs, costs_file
+from aquiline.decode.cost import PROBED, WIDTHS, Chooser, Costs, costs_file
 from aquiline.decode.drafter import Drafter, EagleDrafter, NgramDrafter, Row
 from aquiline.decode.sampling import Sampler
 from aquiline.decode.slots import Slots
@@ -225,6 +225,7 @@ class Engine:
             "cpu": [cpu_name(), *sorted(cpu_flags())],
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
+            "probed": [*PROBED, *WIDTHS],
             "decoding": [describe(self.target.dtype, device), kernel_fingerprint(), str(torch.__version__)],
             "target": [repr(self.target.config), str(self.target.dtype)],
             "draft": [type(drafter).__name__, *(() if model is None else (repr(model.config), str(model.dtype)))],

@@ -76,8 +76,10 @@ def speculative_step(
         _keep(cache, drafter, row, verdict, out, b)
     lap("keep")
     if chooser is not None:
+        chooser.fade()
         for row, tree, verdict in zip(rows, trees, verdicts, strict=True):
-            chooser.learn(tree, verdict.path, row.mood)
+            if row.tree is not None and row.tree.auto:
+                chooser.learn(tree, verdict.path, row.mood)
         costs = chooser.costs.of("target", len(rows), max(len(row.known) for row in rows))
         chooser.costs.observe(costs, flat.ids_BN.shape[1], time.perf_counter() - began)
     return [Outcome(tree, verdict) for tree, verdict in zip(trees, verdicts, strict=True)]
@@ -114,5 +116,5 @@ def _keep(cache: KVCache, drafter: Drafter | None, row: Row, verdict: Verdict, o
     index = slice(len(rows)) if rows[-1] == len(rows) - 1 else torch.tensor(rows, device=out.aux_BNA.device)
     cache.keep(row.slot, out.keys_LBGNE[:, b, :, index], out.values_LBGNE[:, b, :, index])
     if drafter is not None and drafter.reads_aux and row.tree is not None:
-        row.pending_aux.append(out.aux_BNA[b, index])
+        row.pending_aux.append(out.aux_BNA[b, index].clone() if isinstance(index, slice) else out.aux_BNA[b, index])
     row.known += verdict.tokens

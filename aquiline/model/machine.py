@@ -63,14 +63,16 @@ class LargePages:
                 self._piece, start = self._new(max(size, self._PIECE)), 0
             self._used = start + size
             place = self._piece[start : self._used]
-        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        with torch.no_grad():
+            return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def _new(self, size: int) -> Tensor:
         memory = mmap.mmap(-1, size + self._PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a system without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        piece = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
+        with torch.inference_mode(False):  # else it could not be written to outside of that mode
+            piece = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
         skipped = -piece.data_ptr() % self._PAGE
         return piece[skipped : skipped + size]
 
