@@ -299,7 +299,7 @@ class TestChooser:
         made, mood = Chooser(costs(*CHEAP)), Mood()
         made.gains = [0.5, 0.1, *made.gains[2:]]
         assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([0.4, 2.0])
-        mood.rate = 3.0
+        mood.pace = 3.0
         assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([1.2, 6.0])
         mood.expected = 2.0  # a text that is not trusted
         assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([2.4, 12.0])

@@ -140,6 +140,6 @@ def plot(
     from aquiline.files.disk import read_json, write_text_atomic
     from aquiline.measure import report
 
-    require(out.resolve() != record.resolve(), f"{out} is the record itself; give the file to write")
+    require(out.suffix == ".svg", f"{out} is no .svg file; the picture is written as one")
     write_text_atomic(out, report.picture(read_json(record), record))
     note(f"{out} written")

@@ -299,7 +299,7 @@ class Mood:
     value: float | None = None  # smoothed log of the rate of its trees over that of the plain step
     trying: bool = False  # the next tree is the first behind a rest
     price: float = 1.0  # of the last tree, its draft passes included, in plain steps
-    rate: float | None = None  # smoothed tokens per second of its batch, with trees
+    pace: float = 1.0  # smoothed rate of its batch with trees, in plain ones
     nodes: float = 8.0  # smoothed, of its trees
     trees: int = 0
 
@@ -380,7 +380,7 @@ class Chooser:
         """How likely the nodes of depth 1, 2, ... must be, together, to be run: a level's price in tokens over what
         it brings. `level_seconds`: of a level, over the rows that share it.
         """
-        price = level_seconds * (plain_rate if mood.rate is None else mood.rate)
+        price = level_seconds * plain_rate * mood.pace
         return [price / max(gain * mood.trust, 1e-3) for gain in self.gains]
 
     def nodes(
@@ -400,7 +400,7 @@ class Chooser:
         for chances_N, tree, mood in zip(chances_BN, trees, moods, strict=True):
             if len(trees) == 1 or max(tree.on_host[2], default=0) == ran:  # else it may have stopped before the others
                 self._learn_gain(tree, chances_N, ran, nodes, mood)
-            mood.rate = rate if mood.rate is None else 0.8 * mood.rate + 0.2 * rate
+            mood.pace = 0.8 * mood.pace + 0.2 * rate * V[1] / batch
             mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
             mood.drafted(tokens, (spent + V[1 + nodes]) / V[1], nodes)
         return max(nodes, int(trying))

@@ -84,7 +84,7 @@ class Tree:
 
     @cached_property
     def on_host(self) -> list[list[int]]:
-        """Tokens, parents and depths: the one copy to the host."""
+        """Tokens, parents and depths."""
         return torch.stack([self.tokens_N, self.parents_N, self.depths_N]).tolist() if len(self) else [[], [], []]
 
     @cached_property

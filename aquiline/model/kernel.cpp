@@ -1,4 +1,5 @@
-// One pass of a Llama-like decoder on the CPU: all layers in one parallel region, weights packed once and read once.
+// One pass of a Llama-like decoder on the CPU: all layers in one parallel region, weights packed once and read once; and
+// a draft's part of a cycle, which is several passes with the growing of its trees between them.
 //
 // A token's numbers do not depend on what else is in the pass: every sum runs in one fixed order (over the input width
 // in a projection, over positions in attention; what a token does not see adds exact zeros), and tokens share nothing
