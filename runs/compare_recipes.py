@@ -67,9 +67,9 @@ RECIPES = {
     "lk": Recipe({"loss": "lk"}),
     "adamw": Recipe({"optimizer": "adamw"}),
     "ttt-3": Recipe({"ttt_steps": 3}),
-    "vocabulary-32768": Recipe({"draft_vocab_size": 32_768}, cuts=CUTS),
     "lm-head-frozen": Recipe({"train_lm_head": False}),
     "init-target-layer": Recipe({"init": "target-layer"}),
+    "vocabulary-32768": Recipe({"draft_vocab_size": 32_768}, cuts=CUTS),
 }
 
 
