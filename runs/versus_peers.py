@@ -36,8 +36,8 @@ import torch
 
 from aquiline.api import Model, load, load_chat, load_target
 from aquiline.config import BenchConfig, UserError, require
-from aquiline.files.checkpoint import export_target, target_path
-from aquiline.files.disk import read_weights, write_json_atomic, write_tensors
+from aquiline.files.checkpoint import export_target, target_path, weights_hash
+from aquiline.files.disk import read_json, read_weights, write_json_atomic, write_tensors
 from aquiline.measure.evaluate import machine, model_settings, render, versions
 from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts, task_name
@@ -181,9 +181,15 @@ def compare(given: argparse.Namespace, pythons: dict[str, str], work: Path) -> d
 def prepared(given: argparse.Namespace, model: Model, work: Path) -> dict[str, Any]:
     """Weights in the forms that the engines read, in `work`, unless they are there already; and the common settings."""
     work.mkdir(parents=True, exist_ok=True)
+    require(model.draft_folder is not None, "without a head there is nothing to compare: give --draft one")
+    made, made_of = work / "made-of.json", {"target": model.fingerprint, "head": weights_hash(model.draft_folder)}
+    require(
+        not made.is_file() or read_json(made) == made_of,
+        f"{work} holds the weights of another target or head; give another --work",
+    )
+    write_json_atomic(made, made_of)
     folder, whole, bf16 = work / "target", work / "head", work / "target-bf16.gguf"
     source, head = target_path(given.target), model.draft_folder
-    require(head is not None, "without a head there is nothing to compare: give --draft one")
     if not folder.is_dir():
         export_target(load_target(given.target, torch.bfloat16), load_chat(given.target), folder)
     if not whole.is_dir():

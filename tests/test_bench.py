@@ -87,6 +87,9 @@ def test_rounds_take_the_next_prompts_and_ways_take_turns(model, rendered):
     turns = [None, CHAIN, TREE, CHAIN, TREE, None, TREE, None, CHAIN, None, CHAIN, TREE]
     assert [run.tree for run in done] == turns
     assert [run.cycles is None for run in done] == [True] * 9 + [False] * 3
+    alone = BenchConfig((CHAIN,), (1,), 4, 2)
+    for run in runs(model, make_engine(model, rendered, alone), rendered, alone):
+        assert [request.reused_tokens for request in run.requests] == [0]  # no way profits from the one before
 
 
 def test_the_clock_counts_cycles_of_the_whole_batch(model, rendered):

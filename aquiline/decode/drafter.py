@@ -199,8 +199,8 @@ class EagleDrafter:
         return ids_BN, positions_BN, aux[0][None] if len(aux) == 1 else torch.stack(aux)
 
     def probe_level(self, slots: list[int], width: int) -> None:
-        """One level of `width` nodes through PyTorch's part of a pass, for its time: nothing is kept. In the kernel, which
-        grows all levels in one call, a level is cheaper, and real ones say so.
+        """One level of `width` nodes as a pass of its own, for its time: nothing is kept. Where the kernel grows all
+        levels in one call a level is cheaper, and real ones say so.
         """
         B, M = len(slots), max(1, self.cache.lengths[slots[0]])
         ids_BK = torch.zeros(B, width, dtype=torch.long, device=self._device)

@@ -190,9 +190,9 @@ def _verifier(file: DraftFile, target_spec: str | None, report: list[str]) -> st
     """Where `vllm serve HEAD` finds the target."""
     if target_spec is not None and not checkpoint.target_path(target_spec).is_file():
         path = checkpoint.target_path(target_spec)
-        named = str(path.resolve()) if Path(target_spec).expanduser().exists() else target_spec
-        report.append(f"its config names the target {named!r}, which `vllm serve` will look for")
-        return named
+        given = str(path.resolve()) if Path(target_spec).expanduser().exists() else target_spec
+        report.append(f"its config names the target {given!r}, which `vllm serve` will look for")
+        return given
     named = speculators_format.verifier_name(file.hf) or (None if file.info is None else file.info.target)
     if named is None:
         raise UserError("a speculators head names its target, and this head names none: give --target FOLDER")

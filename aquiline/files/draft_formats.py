@@ -125,7 +125,8 @@ def draft_config_from_dict(
     """
     notes: list[str] = []
     if speculators_format.is_speculators(hf):
-        hf = speculators_format.plain_config(hf)
+        beside = {key: hf[key] for key in (*_UNSUPPORTED, "eagle_config", "layer_types") if key in hf}
+        hf = beside | speculators_format.plain_config(hf)  # what stands beside the layer's own is refused by name, too
     eagle = hf.get("eagle_config") or {}
     require(isinstance(eagle, Mapping), f"eagle_config is {eagle!r}; expected an object")
     qk_norm = _check_draft_architecture(hf)

@@ -28,7 +28,8 @@ from aquiline.measure.tasks import Prompt
 
 DEFINITIONS = {
     "batch": "so many prompts are submitted at once; round n takes the n-th so many prompts, files in turn, from the "
-    "first again when they run out. As replies end, the batch gets smaller",
+    "first again when they run out. As replies end, the batch gets smaller. What prompts of one batch begin "
+    "with alike is run once, in every way",
     "tokens_per_second": "all generated tokens of a round / the time from its submission to its last token; the median "
     "over rounds, and their range",
     "speedup": "tokens per second / those of plain decoding, all rounds together; median, min and max are of single "
