@@ -395,6 +395,20 @@ def test_a_draft_that_is_never_right_is_asked_ever_more_rarely():
     assert next(calls) <= 6  # of 99 steps
 
 
+def test_a_batch_rests_as_a_whole():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    with torch.no_grad():
+        draft.lm_head.weight.zero_()
+    engine = ready(Engine(target, draft, 4), ({1: 1.0, 64: 1.9}, {1: 0.1, 8: 0.1}))
+    grow, widths = engine.drafter.grow, []
+    engine.drafter.grow = lambda rows, *given: widths.append(len(rows)) or grow(rows, *given)
+    done = engine.run([request([5, 6, 7 + i], tokens=100) for i in range(4)])
+    assert [len(r.output_ids) for r in done] == [100] * 4
+    assert set(widths) == {4}
+    assert len(widths) <= 6  # of 99 steps
+
+
 class Moody:
     """A drafter that guesses a chain, rightly from a step on and before it wrongly; sure of it always."""
 

@@ -363,6 +363,13 @@ class Chooser:
     costs: Costs
     calibration: Calibration = field(default_factory=Calibration)
     gains: list[float] = field(default_factory=lambda: [_GAIN] * _DEPTHS)  # of running nodes of depth 1, 2, ...
+    batches: dict[int, Mood] = field(default_factory=dict)  # by batch size: of their rests alone
+
+    def resting(self, row: Mood, batch: int) -> Mood:
+        """Whose rests count: those of a request that is alone, else those of all batches of that size, for its rows
+        share one pass: one that tries makes the step dearer for all.
+        """
+        return row if batch == 1 else self.batches.setdefault(_bucket(batch, 1), Mood())
 
     def limits(self, config: TreeConfig, mood: Mood) -> TreeConfig:
         """How far the coming tree may go: about twice the nodes that paid lately, in levels half as wide as these; now
@@ -384,25 +391,27 @@ class Chooser:
         return [price / max(gain * mood.trust, 1e-3) for gain in self.gains]
 
     def nodes(
-        self, trees: Sequence[Tree], ran: int, V: Sequence[float], spent: float, batch: int, moods: Sequence[Mood]
-    ) -> int:
+        self, trees: Sequence[Tree], ran: int, V: Sequence[float], spent: float, batch: int, moods: Sequence[Mood],
+        resting: Mood | None = None,
+    ) -> int:  # fmt: skip
         """How many nodes of each tree made are verified, which the moods of their rows are told. They share one: nodes
         beside another row's are free. Behind a rest it is one at least, or nothing would be learnt. `ran`: levels that
-        were run, the first one included.
+        were run, the first one included. `resting`: whose rests count, by default those of the first row.
         """
         chances_BN = [
             [min(1.0, mood.trust * chance) for chance in self.calibration.chances(tree.on_host[2], tree.scores)]
             for tree, mood in zip(trees, moods, strict=True)
         ]
         nodes, rate = best_nodes(chances_BN, V, spent, batch)
-        trying = any(mood.trying for mood in moods)
+        resting = resting or moods[0]
+        trying = resting.trying
         tokens = 1 + sum(sum(chances_N[:nodes]) for chances_N in chances_BN) / batch
         for chances_N, tree, mood in zip(chances_BN, trees, moods, strict=True):
             if len(trees) == 1 or max(tree.on_host[2], default=0) == ran:  # else it may have stopped before the others
                 self._learn_gain(tree, chances_N, ran, nodes, mood)
             mood.pace = 0.8 * mood.pace + 0.2 * rate * V[1] / batch
             mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
-            mood.drafted(tokens, (spent + V[1 + nodes]) / V[1], nodes)
+        resting.drafted(tokens, (spent + V[1 + nodes]) / V[1], nodes)
         return max(nodes, int(trying))
 
     def _learn_gain(self, tree: Tree, chances_N: Sequence[float], ran: int, nodes: int, mood: Mood) -> None:

@@ -78,7 +78,9 @@ class EagleDrafter:
         trees = [Tree.empty(self._device)] * len(rows)
         drafting = [(b, config) for b, row in enumerate(rows) if (config := row.tree_that_fits()) is not None]
         fixed = [(b, config) for b, config in drafting if not config.auto]
-        auto = [(b, config) for b, config in drafting if config.auto and not rows[b].mood.rests()]
+        auto = [(b, config) for b, config in drafting if config.auto]
+        if auto and chooser is not None and chooser.resting(rows[auto[0][0]].mood, len(rows)).rests():
+            auto = []
         if fixed:
             made, _ = self.grow([rows[b] for b, _ in fixed], [config for _, config in fixed])
             for (b, _), tree in zip(fixed, made, strict=True):
@@ -113,7 +115,7 @@ class EagleDrafter:
         for of_level in seconds[1:]:
             chooser.costs.observe(level, width, of_level)
         spent = first(new if new <= LONGEST_CATCH_UP else 1) + (len(seconds) - 1) * level(width)
-        nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods)
+        nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods, chooser.resting(moods[0], batch))
         return [tree.prefix(nodes) for tree in trees]
 
     def grow(
@@ -282,11 +284,11 @@ class NgramDrafter:
         if config is None or not config.auto:
             return self._lookup(row.known, config)
         tree = Tree.empty(self._device)
+        assert chooser is not None
         if not row.mood.rests():
             tree = self._lookup(row.known, dataclasses.replace(config, top_k=1))
         if len(tree) == 0:
             return tree
-        assert chooser is not None
         V = chooser.costs.of("target", batch, len(row.known)).table()
         return tree.prefix(chooser.nodes([tree], 1, V, 0.0, batch, [row.mood]))
 
