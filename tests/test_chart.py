@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from aquiline.measure.chart import Line, Panel, svg, ticks
+from aquiline.measure.chart import Line, Panel, colour, svg, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -14,7 +14,7 @@ SVG = "{http://www.w3.org/2000/svg}"
     [
         (3.2, 11.9, [2, 4, 6, 8, 10, 12]),
         (0.0, 0.63, [0, 0.2, 0.4, 0.6, 0.8]),
-        (3.0, 3.0, [3.0, 3.001]),
+        (3.0, 3.0, [3.0, 3.1]),
     ],
 )
 def test_ticks_are_round_and_include_the_values(low, high, expected):
@@ -49,3 +49,8 @@ def test_a_legend_of_many_names_fits_beside_its_panel():
     heights = [float(e.get("d").split()[1].split("h")[0]) for e in marks]
     assert len(heights) == 20
     assert max(heights) - min(heights) < 190
+
+
+def test_no_two_lines_have_the_same_colour():
+    for of in (1, 8, 9, 20):
+        assert len({colour(i, of) for i in range(of)}) == of

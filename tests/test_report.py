@@ -78,6 +78,11 @@ def test_a_record_is_drawn_as_far_as_it_goes():
     assert lines(report._taus(auto)) == {"sum": [(4.5, 1.5)]}
 
 
+def test_trees_of_one_batch_size_stand_by_their_nodes():
+    one = BENCH | {"batches": {"1": BENCH["batches"]["1"]}}
+    assert titles(one)[0] == "speed-up over plain decoding, batch 1"
+
+
 def test_what_is_no_record_is_refused():
     with pytest.raises(UserError, match=r"r\.json holds nothing to draw"):
         picture({"trees": {}}, "r.json")

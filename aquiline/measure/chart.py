@@ -1,5 +1,6 @@
 """Panels of lines and dots, one below the other, as SVG."""
 
+import colorsys
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,14 @@ Points = list[tuple[float, float]]
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _GAP = 760, 190, 60, 150, 34, 44  # of a panel and around it
 _LEGEND = 10  # entries that fit beside a panel at full distance
+
+
+def colour(number: int, of: int) -> str:
+    """Of one of so many lines."""
+    if of <= len(COLOURS):
+        return COLOURS[3 * number % 8]
+    shade = colorsys.hls_to_rgb(number / of, 0.42, 0.65)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in shade)
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ def _drawn(line: Line, points: Points, bars: Sequence[tuple[tuple[float, float],
 
 def ticks(low: float, high: float) -> list[float]:
     """Round numbers from at most `low` to at least `high`."""
-    span = max(high - low, abs(high) * 1e-3, 1e-9)
+    span = max(high - low or abs(high) * 0.1, abs(high) * 1e-3, 1e-9)
     rough = 10.0 ** math.floor(math.log10(span / 4))
     step = next(rough * m for m in (1, 2, 5, 10) if span / (rough * m) <= 5)
     first, count = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -8,7 +8,7 @@ from typing import Any
 
 from aquiline.config import UserError, require
 from aquiline.decode.cost import PassCosts
-from aquiline.measure.chart import COLOURS, Line, Panel, svg
+from aquiline.measure.chart import COLOURS, Line, Panel, colour, svg
 
 Curve = dict[int, float]  # milliseconds by tokens of a row
 _Curves = Mapping[tuple[str, int], Curve]  # by kind of pass and batch size
@@ -28,14 +28,22 @@ def picture(record: Mapping[str, Any], name: str | Path) -> str:
 
 
 def _speedups(record: Mapping[str, Any]) -> Panel:
-    """By batch size, a line for each tree; the bars are the rounds' range."""
+    """By batch size, a line for each tree; of one size alone a dot for each, by its nodes. The bars are the rounds'
+    range.
+    """
     batches = {int(batch): block["trees"] for batch, block in record.get("batches", {}).items()}
-    lines = []
-    for i, tree in enumerate(dict.fromkeys(tree for trees in batches.values() for tree in trees)):
+    lines, names = [], list(dict.fromkeys(tree for trees in batches.values() for tree in trees))
+    for i, tree in enumerate(names):
         ways = {math.log2(b): trees[tree] for b, trees in batches.items() if trees[tree]["speedup"] is not None}
+        if len(batches) == 1:
+            ways = {way["mean_nodes"]: way for way in ways.values() if way["mean_nodes"] is not None}
         points = [(x, way["speedup"]) for x, way in ways.items()]
         ranges = [(x, way["speedup_min"], way["speedup_max"]) for x, way in ways.items()]
-        lines.append(Line(tree, COLOURS[3 * i % 8], points, marks=True, ranges=ranges))
+        lines.append(Line(tree, colour(i, len(names)), points, marks=True, ranges=ranges))
+    if len(batches) == 1:
+        most = max((x for line in lines for x, _ in line.points), default=1.0)
+        lines.append(Line("", _GREY, [(0.0, 1.0), (most, 1.0)]))
+        return Panel(f"speed-up over plain decoding, batch {min(batches)}", lines, "drafted nodes per cycle")
     marks = {math.log2(b): str(b) for b in batches}
     if marks:
         lines.append(Line("", _GREY, [(min(marks), 1.0), (max(marks), 1.0)]))
@@ -53,7 +61,7 @@ def _taus(record: Mapping[str, Any]) -> Panel:
         nodes = block["trees"]["mean_nodes"] if tree == "auto" else int(tree.split(":")[2])
         if block["tau"] is not None and nodes is not None:
             dots[task] = nodes, block["tau"]
-    lines = [Line(name, COLOURS[3 * i % 8], [point]) for i, (name, point) in enumerate(dots.items())]
+    lines = [Line(name, colour(i, len(dots)), [point]) for i, (name, point) in enumerate(dots.items())]
     return Panel("tokens per cycle, tau", lines, "drafted nodes per cycle")
 
 
@@ -74,8 +82,8 @@ def _measured(record: Mapping[str, Any], curves: _Curves) -> Panel:
                 draft.append((first(round(way["tau"] or 1)) + (depth - 1) * level(width), ms["draft"]))
     pairs = (("target pass", COLOURS[0], target), ("draft passes", COLOURS[6], draft))
     lines = [
-        Line(name, colour, [(math.log10(m), seen / m) for m, seen in points], joined=False)
-        for name, colour, points in pairs
+        Line(name, paint, [(math.log10(m), seen / m) for m, seen in points], joined=False)
+        for name, paint, points in pairs
     ]
     places = [x for line in lines for x, _ in line.points]
     marks = range(math.floor(min(places, default=0.0)), math.ceil(max(places, default=1.0)) + 1)
@@ -85,9 +93,10 @@ def _measured(record: Mapping[str, Any], curves: _Curves) -> Panel:
 
 def _passes(curves: _Curves) -> Panel:
     """What a target pass over several tokens of a row costs, by batch size."""
+    passes = [(batch, curve) for (kind, batch), curve in sorted(curves.items()) if kind == "target"]
     lines = [
-        Line(f"batch to {batch}", COLOURS[3 * i % 8], [(n, ms / curve[1]) for n, ms in curve.items()], marks=True)
-        for i, (batch, curve) in enumerate((b, c) for (kind, b), c in sorted(curves.items()) if kind == "target")
+        Line(f"batch to {b}", colour(i, len(passes)), [(n, ms / curve[1]) for n, ms in curve.items()], marks=True)
+        for i, (b, curve) in enumerate(passes)
     ]
     return Panel("modelled target pass, in plain steps", lines, "tokens of a row")
 
