@@ -244,7 +244,7 @@ def test_bench_json_follows_its_contract_and_can_be_drawn(aquiline, folders, pro
     code, out, err = aquiline("plot", record, tmp_path / "bench.svg")
     assert (code, out) == (0, "")
     assert "speed-up over plain decoding" in (tmp_path / "bench.svg").read_text()
-    check_refused(aquiline("plot", record, record), "the record itself")
+    check_refused(aquiline("plot", record, tmp_path / "other.json"), "is no .svg file")
     check_refused(aquiline("plot", prompt_files[1], tmp_path / "x.svg"), "nothing to draw")
     assert not (tmp_path / "x.svg").exists()
 
