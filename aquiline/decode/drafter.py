@@ -138,10 +138,8 @@ class EagleDrafter:
         grown = self.model.grow(embedding, aux_BNA, ids_BN, counts, limits, worth, self.cache, slots)
         self._caught_up(rows)
         first, *others = grown.seconds
-        return [Tree(*(part[b, :n] for part in grown[:4])) for b, n in enumerate(grown.nodes)], [
-            waited + first,
-            *others,
-        ]
+        trees = [Tree(*(part[b, :n] for part in grown[:4])) for b, n in enumerate(grown.nodes)]
+        return trees, [waited + first, *others]
 
     def _grow_here(
         self, rows: list[Row], configs: list[TreeConfig], worth: Sequence[Sequence[float]]
