@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from aquiline.cli.shared import (
@@ -26,8 +25,8 @@ from aquiline.cli.shared import (
     load_model,
     note,
     note_load,
-    print_json,
     progress,
+    put_record,
     read_tasks,
     template_settings,
 )
@@ -63,7 +62,6 @@ def evaluate(
     check_record(json_out, files)
     prompts = read_tasks(files, limit)
     model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
-    from aquiline.files.disk import write_json_atomic
     from aquiline.measure import evaluate as measure
     from aquiline.measure.quiet import quiet
 
@@ -75,11 +73,7 @@ def evaluate(
         blocks = {name: _measure(model, name, asked, config) for name, asked in rendered.items()}
     record = measure.make_record(model, config, prompts, blocks, machine, allow_load=allow_load)
     note_load(machine, allow_load=allow_load)
-    if json_out == "-":
-        print_json(record)
-    elif json_out is not None:
-        write_json_atomic(json_out, record)
-    Console(stderr=json_out == "-").print(_eval_table(record))
+    put_record(json_out, record, _eval_table(record))
 
 
 def _measure(model: "Model", name: str, asked: "Sequence[Rendered]", config: EvalConfig) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from aquiline.cli.shared import (
@@ -24,8 +23,8 @@ from aquiline.cli.shared import (
     load_model,
     note,
     note_load,
-    print_json,
     progress,
+    put_record,
     read_tasks,
     template_settings,
 )
@@ -61,7 +60,6 @@ def bench(
     tasks = read_tasks(files)
     if pause_file is not None:
         note("waiting until training runs stand still")
-    from aquiline.files.disk import write_json_atomic
     from aquiline.measure import bench as measure
     from aquiline.measure.evaluate import render
     from aquiline.measure.quiet import quiet
@@ -84,11 +82,7 @@ def bench(
     blocks = measure.summarise(done, config)
     record = measure.make_record(model, engine, config, tasks, blocks, startup, machine, allow_load=allow_load)
     note_load(machine, allow_load=allow_load)
-    if json_out == "-":
-        print_json(record)
-    elif json_out is not None:
-        write_json_atomic(json_out, record)
-    Console(stderr=json_out == "-").print(*_tables(record))
+    put_record(json_out, record, *_tables(record))
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, UserError, require
 
@@ -164,6 +165,17 @@ def note_load(machine: "Quiet", *, allow_load: bool) -> None:
     if machine.loaded:
         times = "the times are kept all the same" if allow_load else "the times are left out; --allow-load keeps them"
         note(f"warning: other processes took {machine.load:.0%} of the machine meanwhile: {times}")
+
+
+def put_record(json_out: str | None, record: dict[str, Any], *tables: Table) -> None:
+    """The record of a measurement where `--json` wants it, and its tables, which leave stdout to it."""
+    from aquiline.files.disk import write_json_atomic
+
+    if json_out == "-":
+        print_json(record)
+    elif json_out is not None:
+        write_json_atomic(json_out, record)
+    Console(stderr=json_out == "-").print(*tables)
 
 
 def print_json(value: Any) -> None:

@@ -270,7 +270,7 @@ class Calibration:
         """`[N]`, at most 1."""
         found = []
         for depth, log_prob in zip(depths_N, log_probs_N, strict=True):
-            at, bucket = min(depth, _DEPTHS) - 1, bisect.bisect_left(_EDGES, log_prob)
+            at, bucket = _cell(depth, log_prob)
             factor = (1.8 + self._accepted[at][bucket]) / (2.0 + self._expected[at][bucket])
             found.append(min(1.0, math.exp(log_prob) * factor))
         return found
@@ -278,7 +278,7 @@ class Calibration:
     def learn(self, depths_N: Sequence[int], log_probs_N: Sequence[float], accepted: Container[int]) -> None:
         """Nodes that were verified, and which of them were accepted."""
         for node, (depth, log_prob) in enumerate(zip(depths_N, log_probs_N, strict=True)):
-            at, bucket = min(depth, _DEPTHS) - 1, bisect.bisect_left(_EDGES, log_prob)
+            at, bucket = _cell(depth, log_prob)
             self._expected[at][bucket] += math.exp(log_prob)
             self._accepted[at][bucket] += node in accepted
 
@@ -286,6 +286,11 @@ class Calibration:
         """Forget a little."""
         for of_depths in (self._expected, self._accepted):
             of_depths[:] = [[_FADE * seen for seen in of_buckets] for of_buckets in of_depths]
+
+
+def _cell(depth: int, log_prob: float) -> tuple[int, int]:
+    """Where the calibration has nodes of that depth and about that probability."""
+    return min(depth, _DEPTHS) - 1, bisect.bisect_left(_EDGES, log_prob)
 
 
 @dataclass

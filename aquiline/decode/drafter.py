@@ -125,8 +125,8 @@ class EagleDrafter:
         each row's nodes of depth 1, 2, ... must be, together, to be run. Returns the trees, and the seconds of each
         level, with what was new of the rows in the first.
         """
-        embedding = self.embedding
-        if embedding is None or not self.model.grows_in_kernel(embedding):
+        grow = self.model.grower(self.embedding)
+        if grow is None:
             return self._grow_here(rows, configs, worth)
         began = time.perf_counter()
         pending, _ = self._catch_up(rows, _CATCH_UP)
@@ -135,7 +135,7 @@ class EagleDrafter:
         waited = time.perf_counter() - began
         limits = [(c.depth, c.top_k, c.num_nodes) for c in configs]
         slots = [row.slot for row in rows]
-        grown = self.model.grow(embedding, aux_BNA, ids_BN, counts, limits, worth, self.cache, slots)
+        grown = grow(aux_BNA, ids_BN, counts, limits, worth, self.cache, slots)
         self._caught_up(rows)
         first, *others = grown.seconds
         trees = [Tree(*(part[b, :n] for part in grown[:4])) for b, n in enumerate(grown.nodes)]

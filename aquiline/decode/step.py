@@ -91,18 +91,23 @@ def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], ou
     others = [b for b, row in enumerate(rows) if not row.sampler.plain_greedy]
     verdicts: dict[int, Verdict] = {}
     if greedy:
-        best_BN = target.best(out.last_BND[greedy]).tolist()
+        best_BN = target.best(_of(out.last_BND, greedy)).tolist()
         lap("target")
         for b, best_N in zip(greedy, best_BN, strict=True):
             verdicts[b] = verify(trees[b], rows[b].sampler, len(rows[b].known), argmax_N=best_N)
         lap("accept")
     if others:
-        logits_BNV = target.logits(out.last_BND[others])
+        logits_BNV = target.logits(_of(out.last_BND, others))
         lap("target")
         for b, logits_NV in zip(others, logits_BNV, strict=True):
             verdicts[b] = _verify(rows[b], trees[b], logits_NV)
         lap("accept")
     return [verdicts[b] for b in range(len(rows))]
+
+
+def _of(x: Tensor, rows: list[int]) -> Tensor:
+    """Some rows; all of them are no copy."""
+    return x if len(rows) == len(x) else x[rows]
 
 
 def _verify(row: Row, tree: Tree, logits_NV: Tensor) -> Verdict:
@@ -116,5 +121,6 @@ def _keep(cache: KVCache, drafter: Drafter | None, row: Row, verdict: Verdict, o
     index = slice(len(rows)) if rows[-1] == len(rows) - 1 else torch.tensor(rows, device=out.aux_BNA.device)
     cache.keep(row.slot, out.keys_LBGNE[:, b, :, index], out.values_LBGNE[:, b, :, index])
     if drafter is not None and drafter.reads_aux and row.tree is not None:
-        row.pending_aux.append(out.aux_BNA[b, index].clone() if isinstance(index, slice) else out.aux_BNA[b, index])
+        aux = out.aux_BNA[b, index]
+        row.pending_aux.append(aux.clone() if isinstance(index, slice) else aux)  # a view would keep the whole pass
     row.known += verdict.tokens

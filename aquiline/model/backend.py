@@ -453,6 +453,7 @@ class Decoder:
         head: Weights,
         embedding_VD: Tensor,
         target_ids_W: Tensor,
+        norm_output: bool,
         aux_BNA: Tensor,
         ids_BN: Tensor,
         counts: Sequence[int],
@@ -460,7 +461,6 @@ class Decoder:
         worth: Sequence[Sequence[float]],
         cache: KVCache,
         slots: list[int],
-        norm_output: bool,
     ) -> Grown:
         """Read what is new of each row, `counts` of N, into the cache, and make trees behind it, as `TreeBuilder`
         (tree.py) makes them.

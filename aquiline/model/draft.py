@@ -12,7 +12,8 @@ Shapes: B rows, N tokens, H width of the draft, A width of aux, W draft vocabula
 Source: EAGLE-3 (arXiv 2503.01840), section 3.1; the switches are those of the engines that load such heads.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,30 +167,17 @@ class Draft(nn.Module):
             return self._head.top(hidden, count)
         return torch.log_softmax(self.logits(hidden), dim=-1).topk(count)
 
-    def grow(
-        self,
-        embedding_VH: Tensor,
-        aux_BNA: Tensor,
-        ids_BN: Tensor,
-        counts: Sequence[int],
-        limits: Sequence[tuple[int, int, int]],
-        worth: Sequence[Sequence[float]],
-        cache: KVCache,
-        slots: list[int],
-    ) -> Grown:
-        """`Decoder.grow`, where `grows_in_kernel` allows it."""
-        assert self._decoder is not None
-        assert self._head is not None
-        assert self._fc is not None
-        return self._decoder.grow(
-            self._fc, self._head, embedding_VH, self.vocab.target_ids_W, aux_BNA, ids_BN, counts, limits, worth, cache,
-            slots, self.config.norm_output,
-        )  # fmt: skip
-
-    def grows_in_kernel(self, embedding_VH: Tensor | None) -> bool:
-        """Whether the kernel has all of this head, and the embedding is one that it reads."""
-        plain_fc = self._fc is not None and self.input_norm is None and self.fc_norm is None
-        return self._decoder is not None and plain_fc and embedding_VH is not None and embedding_VH.dtype == self.dtype
+    def grower(self, embedding_VH: Tensor | None) -> Callable[..., Grown] | None:
+        """`Decoder.grow` with all that belongs to this head; None unless the kernel has the whole head, and the
+        embedding is one that it reads.
+        """
+        if self._decoder is None or self._fc is None or self._head is None or embedding_VH is None:
+            return None
+        if self.input_norm is not None or self.fc_norm is not None or embedding_VH.dtype != self.dtype:
+            return None
+        return functools.partial(
+            self._decoder.grow, self._fc, self._head, embedding_VH, self.vocab.target_ids_W, self.config.norm_output
+        )
 
     def pack(self) -> "Draft":
         """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the

@@ -70,11 +70,10 @@ class KVCache:
         """Begin an empty row with the first tokens of another."""
         assert self.lengths[destination] == 0
         assert length <= self.lengths[source]
-        self._make_room(destination, length)
-        old, new = self.starts[source], self.starts[destination]
+        new = self.extend(destination, length)
+        old = self.starts[source]
         for stored in (self.keys_LGSE, self.values_LGSE):
             stored[:, :, new : new + length] = stored[:, :, old : old + length]
-        self.lengths[destination] = length
 
     def read(self, slots: list[int]) -> tuple[Tensor, Tensor]:
         """Keys and values `[L, B, G, S, E]` of the rows, S the longest of them; a view where it is one row, else a copy
