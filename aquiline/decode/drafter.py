@@ -38,6 +38,7 @@ class Row:
     room: int  # tokens it may still emit
     pending_aux: list[Tensor] = field(default_factory=list)  # [*, A] of cached tokens the draft has not read
     mood: Mood = field(default_factory=Mood)  # of `auto`
+    logprobs: int | None = None  # so many of the likeliest tokens are wanted beside the chosen one
 
     def tree_that_fits(self) -> TreeConfig | None:
         """The tree cut to the room left: a cycle emits up to depth + 1 tokens. None where no tree can pay."""

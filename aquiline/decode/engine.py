@@ -16,9 +16,10 @@ import torch
 from aquiline.config import Limits, SamplingConfig, TreeConfig, UserError, require
 from aquiline.decode.cost import PROBED, WIDTHS, Chooser, Costs, costs_file
 from aquiline.decode.drafter import Drafter, EagleDrafter, NgramDrafter, Row
-from aquiline.decode.sampling import Sampler
+from aquiline.decode.sampling import Grammar, Sampler, TokenLogprobs
 from aquiline.decode.slots import Slots
 from aquiline.decode.step import PREFILL_CHUNK, Outcome, prefill, speculative_step
+from aquiline.decode.tree import Tree
 from aquiline.model.backend import describe, kernel_fingerprint
 from aquiline.model.draft import Draft
 from aquiline.model.machine import cache_folder, cpu_flags, cpu_name
@@ -61,9 +62,13 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     tree: TreeConfig | None = None
     matcher: Matcher | None = None
+    grammar: Grammar | None = None
+    logprobs: int | None = None  # how many of the likeliest tokens are noted beside each chosen one; None: nothing is
 
     output_ids: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)  # per output token: OWN, or the depth it was drafted at
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per output token, if wanted
+    last_tree: tuple[Tree, list[int]] | None = None  # of the last step, and its accepted nodes; None: it had none
     finish_reason: str | None = None
     cycle_lengths: list[int] = field(default_factory=list)  # tokens emitted by each speculative cycle
     cycle_starts: list[int] = field(default_factory=list)  # output tokens before it
@@ -132,10 +137,25 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def submit(self, request: Request) -> Request:
-        """Queue a request.
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+        return len(self._running)
 
-        UserError for an empty prompt, ids outside the vocabulary, and more tokens than the cache has room for.
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> Request:
+        """Queue a request. UserError as in `check`."""
+        self.check(request)
+        request.submitted_at = time.perf_counter()
+        self._waiting.append((request, None))
+        return request
+
+    def check(self, request: Request) -> None:
+        """UserError for an empty prompt, ids outside the vocabulary, and more tokens than the cache has room for. Reads
+        only what never changes, so any thread may ask.
         """
         vocab_size = self.target.config.vocab_size
         require(len(request.prompt_ids) > 0, "the prompt is empty: give at least one token")
@@ -148,9 +168,6 @@ class Engine:
             f"a prompt of {len(request.prompt_ids)} tokens and a reply of up to {longest - len(request.prompt_ids)} do "
             f"not fit into a cache of {self.cache.tokens} tokens; give less of either, or a larger cache_tokens",
         )
-        request.submitted_at = time.perf_counter()
-        self._waiting.append((request, None))
-        return request
 
     @torch.inference_mode()
     def cancel(self, request: Request) -> None:
@@ -290,8 +307,7 @@ class Engine:
             first = prefill(self.target, self.cache, row, count, reads_aux=reads_aux)
             if first is not None:
                 request.first_token_at = time.perf_counter()
-                row.known.append(first)
-                self._emit(request, row, [first], [OWN])
+                self._emit(request, row, first)
                 touched.append(request)
         return touched
 
@@ -333,17 +349,19 @@ class Engine:
 
     def _row(self, request: Request) -> Row:
         prompt = list(request.prompt_ids)
-        sampler = Sampler(request.sampling, prompt, self.target.config.vocab_size, self.target.device)
+        vocab_size, device = self.target.config.vocab_size, self.target.device
+        sampler = Sampler(request.sampling, prompt, vocab_size, device, request.grammar)
         tree = request.tree if self.drafter is not None else None
-        return Row(-1, prompt, sampler, tree, min(request.limits.max_new_tokens, self.context - len(prompt)))
+        room = min(request.limits.max_new_tokens, self.context - len(prompt))
+        return Row(-1, prompt, sampler, tree, room, logprobs=request.logprobs)
 
     def _take(self, request: Request, row: Row, outcome: Outcome) -> None:
         """Book one cycle: its tokens, where they came from, and what was accepted."""
         tree, verdict = outcome.tree, outcome.verdict
-        depths = list(range(1, len(verdict.path) + 1))
-        emitted = self._emit(request, row, verdict.tokens, [*depths, OWN])
+        emitted = self._emit(request, row, outcome)
         reached = int(tree.depths_N.max()) if len(tree) else 0
         request.trees[reached, len(tree)] += 1
+        request.last_tree = (tree, verdict.path) if len(tree) else None
         if len(tree) == 0:
             return
         request.cycle_lengths.append(emitted)
@@ -359,13 +377,15 @@ class Engine:
             if n < accepted or emitted > accepted:  # after a stop the next depth was not judged
                 request.tried[n] += 1
 
-    def _emit(self, request: Request, row: Row, tokens: list[int], origins: list[int]) -> int:
+    def _emit(self, request: Request, row: Row, outcome: Outcome) -> int:
         """Scan the tokens in order; nothing after a stop is emitted, and a stop beats the limit. Returns how many."""
         assert request.matcher is not None
+        path, tokens = outcome.verdict
         start = len(row.known) - len(tokens)
-        for i, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
+        for i, token in enumerate(tokens):
             request.output_ids.append(token)
-            request.origins.append(origin)
+            request.origins.append(1 + i if i < len(path) else OWN)
+            request.output_logprobs += outcome.logprobs[i : i + 1]
             row.room -= 1
             reason = None
             if request.matcher.push(token) is not None:

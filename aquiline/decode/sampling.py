@@ -9,6 +9,7 @@ Letters: V target vocabulary, N rows of a pass.
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,8 +87,36 @@ def warp(logits_V: Tensor, config: SamplingConfig) -> Tensor:
     return weights_V / weights_V.sum()
 
 
+class TokenLogprobs(NamedTuple):
+    """Of one emitted token, by the target's raw distribution: before temperature, penalties, bans and grammar."""
+
+    chosen: float
+    top: list[tuple[int, float]]  # (token id, log-probability), the likeliest first, of equals in any order
+
+
+def token_logprobs(logits_NV: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Of N tokens, each chosen by its row's logits, and of the `count` likeliest there."""
+    logprobs_NV = logits_NV.float().log_softmax(-1)
+    chosen = logprobs_NV.gather(1, torch.tensor(tokens, device=logits_NV.device)[:, None])[:, 0].tolist()
+    values, ids = logprobs_NV.topk(min(count, logprobs_NV.shape[1]))
+    return [
+        TokenLogprobs(own, list(zip(best, top, strict=True)))
+        for own, best, top in zip(chosen, ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+class Grammar(Protocol):
+    """What a request's text must obey; it belongs to that request alone."""
+
+    def allowed(self, path_tokens: Sequence[int]) -> Tensor:
+        """Bool [V], True of at least one token: what may follow the committed tokens and these."""
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Tokens that were allowed, one after the other, have been emitted."""
+
+
 class Sampler:
-    """One request's way of choosing tokens: its settings and the tokens its penalties look back on."""
+    """One request's way of choosing tokens: its settings and what its penalties and its grammar look back on."""
 
     def __init__(
         self,
@@ -95,8 +124,10 @@ class Sampler:
         prompt_ids: Iterable[int],
         vocab_size: int,
         device: torch.device | str = "cpu",
+        grammar: Grammar | None = None,
     ) -> None:
         self.config = config
+        self._grammar = grammar
         self._bias_V: Tensor | None = None
         if config.logit_bias:
             self._bias_V = _dense_bias(config.logit_bias, vocab_size).to(device)
@@ -108,10 +139,12 @@ class Sampler:
     @property
     def plain_greedy(self) -> bool:
         """True if the choice is the arg-max of the raw logits: one `argmax` over a whole pass then serves all nodes."""
-        return self.config.greedy and self._bias_V is None and not self.config.penalised
+        return self.config.greedy and self._bias_V is None and not self.config.penalised and self._grammar is None
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Add emitted tokens to the history: every one, once, the first token after the prompt included."""
+        if self._grammar is not None:
+            self._grammar.commit(tokens)
         if self.config.penalised:
             self._output_counts_V = self._counted(tokens)
 
@@ -121,12 +154,13 @@ class Sampler:
         return self._output_counts_V.index_add(0, ids, torch.ones_like(ids, dtype=torch.float32))
 
     def adjust(self, logits_V: Tensor, path_tokens: Sequence[int] = ()) -> Tensor:
-        """Bans and bias, repetition, presence and frequency penalties, in this order; float32 [V].
+        """Bans and bias, repetition, presence and frequency penalties, the grammar, in this order; float32 [V].
 
-        `path_tokens`: tokens accepted earlier in this cycle, not yet committed; they count as output.
+        `path_tokens`: tokens accepted earlier in this cycle, not yet committed; they count as output. Where the bans
+        leave nothing that the grammar allows, the grammar wins.
         """
+        raw_V = logits_V = logits_V.float()
         config = self.config
-        logits_V = logits_V.float()
         if self._bias_V is not None:
             logits_V = logits_V + self._bias_V
         if config.penalised:
@@ -137,6 +171,10 @@ class Sampler:
             repeated_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
             logits_V = torch.where(seen_V, repeated_V, logits_V)
             logits_V = logits_V - config.presence_penalty * (counts_V > 0) - config.frequency_penalty * counts_V
+        if self._grammar is not None:
+            allowed_V = self._grammar.allowed(path_tokens).to(logits_V.device)
+            banned = self._bias_V is not None and not (allowed_V & (self._bias_V > -torch.inf)).any()
+            logits_V = (raw_V if banned else logits_V).masked_fill(~allowed_V, -torch.inf)
         return logits_V
 
     def probs(self, logits_V: Tensor, path_tokens: Sequence[int] = ()) -> Tensor:

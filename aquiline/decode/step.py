@@ -14,7 +14,7 @@ Letters: B rows, N tokens of the pass, A width of aux.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from aquiline.decode.clock import lap
 from aquiline.decode.cost import Chooser
 from aquiline.decode.drafter import Drafter, Row
+from aquiline.decode.sampling import TokenLogprobs, token_logprobs
 from aquiline.decode.tree import Tree, flatten
 from aquiline.decode.verify import Verdict, verify
 from aquiline.model.kv_cache import KVCache
@@ -36,10 +37,13 @@ class Outcome:
 
     tree: Tree
     verdict: Verdict
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token of the verdict, where they are wanted
 
 
-def prefill(target: Target, cache: KVCache, row: Row, count: int, *, reads_aux: bool) -> int | None:
-    """Run the next `count` tokens that are known but not cached; returns the first new token behind the last known."""
+def prefill(target: Target, cache: KVCache, row: Row, count: int, *, reads_aux: bool) -> Outcome | None:
+    """Run the next `count` tokens that are known but not cached. With the last of them comes the first new token, by
+    the verdict on an empty tree; `known` has then grown by it.
+    """
     start = cache.lengths[row.slot]
     ids = torch.tensor([row.known[start : start + count]], device=target.device)
     assert ids.shape[1] == count
@@ -50,9 +54,10 @@ def prefill(target: Target, cache: KVCache, row: Row, count: int, *, reads_aux: 
         row.pending_aux.append(out.aux_BNA[0])
     if start + count < len(row.known):
         return None
-    logits_NV = target.logits(out.last_BND[0, -1:])
     # With an empty tree the walk is a single choice: the first token goes the same way as every other.
-    return _verify(row, Tree.empty(target.device), logits_NV).bonus
+    outcome = _verify(row, Tree.empty(target.device), target.logits(out.last_BND[0, -1:]))
+    row.known += outcome.verdict.tokens
+    return outcome
 
 
 def speculative_step(
@@ -71,38 +76,39 @@ def speculative_step(
     mask_BNN = flat.mask_BNN if flat.ids_BN.shape[1] > 1 else None
     lap("other")
     out = target(flat.ids_BN, flat.positions_BN, mask_BNN, cache, [row.slot for row in rows])
-    verdicts = _verify_batch(target, rows, trees, out)
-    for b, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        _keep(cache, drafter, row, verdict, out, b)
+    outcomes = _verify_batch(target, rows, trees, out)
+    for b, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
+        _keep(cache, drafter, row, outcome.verdict, out, b)
     lap("keep")
     if chooser is not None:
         chooser.fade()
-        for row, tree, verdict in zip(rows, trees, verdicts, strict=True):
+        for row, outcome in zip(rows, outcomes, strict=True):
             if row.tree is not None and row.tree.auto:
-                chooser.learn(tree, verdict.path, row.mood)
+                chooser.learn(outcome.tree, outcome.verdict.path, row.mood)
         costs = chooser.costs.of("target", len(rows), max(len(row.known) for row in rows))
         chooser.costs.observe(costs, flat.ids_BN.shape[1], time.perf_counter() - began)
-    return [Outcome(tree, verdict) for tree, verdict in zip(trees, verdicts, strict=True)]
+    return outcomes
 
 
-def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], out: PassOutput) -> list[Verdict]:
+def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], out: PassOutput) -> list[Outcome]:
     """The head runs once for the rows that do with an arg-max, and once for those that need logits."""
-    greedy = [b for b, row in enumerate(rows) if row.sampler.plain_greedy]
-    others = [b for b, row in enumerate(rows) if not row.sampler.plain_greedy]
-    verdicts: dict[int, Verdict] = {}
+    greedy = [b for b, row in enumerate(rows) if row.sampler.plain_greedy and row.logprobs is None]
+    others = [b for b in range(len(rows)) if b not in greedy]
+    outcomes: dict[int, Outcome] = {}
     if greedy:
         best_BN = target.best(_of(out.last_BND, greedy)).tolist()
         lap("target")
         for b, best_N in zip(greedy, best_BN, strict=True):
-            verdicts[b] = verify(trees[b], rows[b].sampler, len(rows[b].known), argmax_N=best_N)
+            verdict = verify(trees[b], rows[b].sampler, len(rows[b].known), argmax_N=best_N)
+            outcomes[b] = Outcome(trees[b], verdict)
         lap("accept")
     if others:
         logits_BNV = target.logits(_of(out.last_BND, others))
         lap("target")
         for b, logits_NV in zip(others, logits_BNV, strict=True):
-            verdicts[b] = _verify(rows[b], trees[b], logits_NV)
+            outcomes[b] = _verify(rows[b], trees[b], logits_NV)
         lap("accept")
-    return [verdicts[b] for b in range(len(rows))]
+    return [outcomes[b] for b in range(len(rows))]
 
 
 def _of(x: Tensor, rows: list[int]) -> Tensor:
@@ -110,8 +116,11 @@ def _of(x: Tensor, rows: list[int]) -> Tensor:
     return x if len(rows) == len(x) else x[rows]
 
 
-def _verify(row: Row, tree: Tree, logits_NV: Tensor) -> Verdict:
-    return verify(tree, row.sampler, len(row.known), logits_NV=logits_NV)
+def _verify(row: Row, tree: Tree, logits_NV: Tensor) -> Outcome:
+    verdict = verify(tree, row.sampler, len(row.known), logits_NV=logits_NV)
+    if row.logprobs is None:
+        return Outcome(tree, verdict)
+    return Outcome(tree, verdict, token_logprobs(logits_NV[verdict.rows], verdict.tokens, row.logprobs))
 
 
 def _keep(cache: KVCache, drafter: Drafter | None, row: Row, verdict: Verdict, out: PassOutput, b: int) -> None:
