@@ -33,7 +33,7 @@ MODEL = {"--target", "--draft", "--dtype", "--device", "--tree", "--max-new-toke
 SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
 FLAGS = {
     "generate": MODEL | SAMPLING | {"--system", "--template-kwarg", "--compare", "--json"},
-    "chat": MODEL | SAMPLING | {"--system", "--template-kwarg"},
+    "chat": MODEL | SAMPLING | {"--system", "--template-kwarg", "--server", "--model"},
     "eval": MODEL | {"--template-kwarg", "--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
     "bench": {
         "--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--template-kwarg", "--json",

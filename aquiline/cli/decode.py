@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,11 +33,12 @@ from aquiline.cli.shared import (
     print_json,
     template_settings,
 )
-from aquiline.config import Limits, SamplingConfig, require
+from aquiline.config import Limits, SamplingConfig, UserError, require
 
 if TYPE_CHECKING:
     from aquiline.api import Conversation, Model, Result
     from aquiline.measure.evaluate import Divergence
+    from aquiline.serve.client import RemoteConversation, Summary
 
 
 @app.command()
@@ -164,6 +166,10 @@ def chat(
     frequency_penalty: FrequencyFlag = SamplingConfig.frequency_penalty,
     seed: SeedFlag = SamplingConfig.seed,
     tree: TreeFlag = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="Talk to this OpenAI-compatible server; nothing is loaded here.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Of the server. [default: the only one]")] = None,
     template_kwarg: TemplateFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
@@ -173,10 +179,38 @@ def chat(
         max_new_tokens, tree, draft, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
     )  # fmt: skip
-    model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
+    template_kwargs = template_settings(template_kwarg)
+    if server is None:
+        require(model is None, "--model names a model of a server; give --server too")
+        _talk_here(load_model(target, draft, dtype, device, template_kwargs), system, settings)
+        return
+    given = {"--target": target != "default", "--draft": draft != "default", "--tree": tree, "--device": device}
+    for flag, value in (given | {"--dtype": dtype}).items():
+        require(not value, f"--server and {flag} exclude each other: the server has its own")
+    _talk_there(server, model, system, settings, template_kwargs)
+
+
+def _talk_here(model: "Model", system: str | None, settings: dict[str, Any]) -> None:
     from aquiline.api import Conversation
 
     conversation = Conversation(model, system, **settings)
+    _talk(lambda text, coloured: _reply(conversation, text, coloured), conversation.reset)
+
+
+def _talk_there(
+    url: str, model: str | None, system: str | None, settings: dict[str, Any], template_kwargs: dict[str, Any]
+) -> None:
+    from aquiline.data.server import Endpoint
+    from aquiline.serve.client import RemoteConversation
+
+    server = Endpoint(url, model)
+    note(f"{server.model} at {url}")
+    conversation = RemoteConversation(server, system, settings, template_kwargs)
+    _talk(lambda text, coloured: _remote_reply(conversation, text, coloured), conversation.reset)
+
+
+def _talk(reply: Callable[[str, bool], None], reset: Callable[[], None]) -> None:
+    """Read turns and let them be replied to, till the end. `reply`: of a text, coloured or not."""
     coloured = False
     while (line := _read_turn()) is not None:
         text = line.strip()
@@ -186,14 +220,14 @@ def chat(
             note("/color shows which tokens were drafted, /reset begins anew, /quit ends")
             continue
         if text == "/reset":
-            conversation.reset()
+            reset()
             note("begun anew")
         elif text == "/color":
             coloured = not coloured
             depths = ", ".join(_paint(str(depth), depth) for depth in range(1, len(_COLOURS)))
             note(f"coloured: drafted, at depth {depths} and beyond; plain: the target's own" if coloured else "plain")
         elif text:
-            _reply(conversation, text, coloured)
+            reply(text, coloured)
 
 
 def _reply(conversation: "Conversation", text: str, coloured: bool) -> None:
@@ -209,6 +243,34 @@ def _reply(conversation: "Conversation", text: str, coloured: bool) -> None:
             note(_stats(delta.result))
             if delta.result.finish_reason == "context":
                 note("the context is full: /reset begins anew")
+
+
+def _remote_reply(conversation: "RemoteConversation", text: str, coloured: bool) -> None:
+    told = False
+    try:
+        for piece in conversation.say(text, origins=coloured):
+            told = told or piece.tokens is not None
+            painted = [(piece.text, 0)] if piece.tokens is None or not coloured else piece.tokens
+            print("".join(_paint(part, origin) for part, origin in painted), end="", flush=True)
+    except UserError as error:
+        if not sys.stdin.isatty():
+            raise
+        print(flush=True)
+        note(f"error: {error}")  # the server may be busy now, and not a minute later
+        return
+    print(flush=True)
+    if coloured and not told:
+        note("this server does not tell which tokens were drafted")
+    if conversation.summary is not None:
+        note(_remote_stats(conversation.summary))
+
+
+def _remote_stats(summary: "Summary") -> str:
+    parts = []
+    if summary.tokens is not None:
+        parts = [f"{summary.tokens} tokens ({summary.finish_reason})"]
+        parts.append(f"{summary.tokens / summary.seconds:.1f} tokens/s")
+    return " · ".join(parts + ([] if summary.tau is None else [f"tau {summary.tau:.2f}"]))
 
 
 def _read_turn() -> str | None:

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible server as the target: requests with retries, many in flight.
+"""Any OpenAI-compatible server: replies as they are written, and, as the target, requests with retries in numbers.
 
 `return_token_ids` is vLLM's: the answer then holds `prompt_token_ids`, and `token_ids` in each choice. Servers without
 it give text, which is cut into tokens again.
@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from aquiline.config import AquilineWarning, UserError, require
@@ -25,11 +25,105 @@ from aquiline.files.disk import one_line
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _FATAL = (401, 403, 404)  # whatever is asked
 _TRIES = 6
+_MESSAGE_BYTES = 2**16
 _HOPELESS = 16  # prompts given up in a row
 
 
-class Server:
+class Endpoint:
     """One model of one server. `OPENAI_API_KEY`, where it is set, is sent as the key."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        timeout: float = 600.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """UserError when it does not answer, or serves several models and `model` names none of them."""
+        require(
+            url.startswith(("http://", "https://")), f"server {url!r} is no http address; for example http://host:8000"
+        )
+        self._url = url.rstrip("/") if url.rstrip("/").count("/") > 2 else url.rstrip("/") + "/v1"
+        self._timeout = timeout
+        self._sleep = sleep
+        self._given_up = 0
+        self.model = model or self._only_model()
+
+    def _only_model(self) -> str:
+        listed = self._call("/models", None).get("data")
+        names = (
+            [str(entry.get("id")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+        )
+        require(len(names) == 1, f"{self._url} serves {', '.join(names) or 'no model'}; name one with --model")
+        return names[0]
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The objects of a streamed answer as they come; without retries, for somebody is waiting.
+
+        UserError where the server refuses, is not there, or breaks off. Leaving the loop early ends the connection.
+        """
+        try:
+            with self._open(path, body | {"stream": True}) as response:
+                for line in response:
+                    data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+                    if data == b"[DONE]":
+                        return
+                    if data:
+                        chunk = json.loads(data)
+                        require(isinstance(chunk, dict), f"the server's answer is not one: {data[:200]!r}")
+                        require("error" not in chunk, f"the server broke off: {_message(chunk)}")
+                        yield chunk
+        except urllib.error.HTTPError as error:
+            try:
+                said = _message(json.loads(error.read(_MESSAGE_BYTES)))
+            except (OSError, ValueError):
+                said = error.reason
+            raise UserError(f"the server answered {error.code}: {said}", f"{error.code}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise UserError(f"the connection to {self._url} broke off: {one_line(error)}") from error
+        raise UserError(f"{self._url} broke off in mid-reply")
+
+    def _open(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self._url + path, data, headers)
+        opened: HTTPResponse = urllib.request.urlopen(request, timeout=self._timeout)
+        return opened
+
+    def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        fault = ""
+        for attempt in range(_TRIES if body is not None else 1):
+            wait = min(60.0, 2.0**attempt) * random.uniform(0.5, 1.0)
+            try:
+                with self._open(path, body) as response:
+                    answer = json.loads(response.read())
+                require(isinstance(answer, dict), "the server's answer is no object", "odd answer")
+                self._given_up = 0
+                return answer
+            except urllib.error.HTTPError as error:
+                fault = f"{error.code} {' '.join(error.read()[:300].decode(errors='replace').split())}"
+                if error.code in _FATAL or (error.code not in _RETRIED and body is None):
+                    raise UserError(f"{self._url}{path} answered {fault}") from error
+                if error.code not in _RETRIED:
+                    raise UserError(f"the server answered {fault}", f"refused by the server: {error.code}") from error
+                after = error.headers.get("Retry-After", "")
+                wait = min(600.0, float(after)) if after.isdecimal() else wait
+            except (OSError, HTTPException, ValueError) as error:  # no connection, a timeout, half an answer, no JSON
+                fault = one_line(error)
+            if attempt + 1 < _TRIES and body is not None:
+                self._sleep(wait)
+        self._given_up += 1
+        require(
+            body is not None and self._given_up < _HOPELESS,
+            f"{self._url} does not answer ({fault}); when it does, the same command goes on from here",
+        )
+        raise UserError(f"the server did not answer in {_TRIES} tries ({fault})", "no answer from the server")
+
+
+class Server(Endpoint):
+    """A server that answers in the target's stead."""
 
     def __init__(
         self,
@@ -40,27 +134,11 @@ class Server:
         timeout: float = 600.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """UserError when it does not answer, or serves several models and `model` names none of them."""
-        require(
-            url.startswith(("http://", "https://")), f"server {url!r} is no http address; for example http://host:8000"
-        )
-        self._url = url.rstrip("/") if url.rstrip("/").count("/") > 2 else url.rstrip("/") + "/v1"
+        super().__init__(url, model, timeout, sleep)
         self._chat = chat
         self._template_kwargs = template_kwargs
-        self._timeout = timeout
-        self._sleep = sleep
         self._asks_ids = True
-        self._given_up = 0
         self._lacks_end = False
-        self.model = model or self._only_model()
-
-    def _only_model(self) -> str:
-        listed = self._call("/models", None).get("data")
-        names = (
-            [str(entry.get("id")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-        )
-        require(len(names) == 1, f"{self._url} serves {', '.join(names) or 'no model'}; name one with --model")
-        return names[0]
 
     def ask(self, turn: Turn) -> Reply:
         """The reply to one turn. UserError with a reason when this one is refused, without one when all would be."""
@@ -110,39 +188,12 @@ class Server:
             )
         return Reply(message, ids, finish)
 
-    def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        fault = ""
-        for attempt in range(_TRIES if body is not None else 1):
-            wait = min(60.0, 2.0**attempt) * random.uniform(0.5, 1.0)
-            try:
-                request = urllib.request.Request(self._url + path, data, headers)
-                with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                    answer = json.loads(response.read())
-                require(isinstance(answer, dict), "the server's answer is no object", "odd answer")
-                self._given_up = 0
-                return answer
-            except urllib.error.HTTPError as error:
-                fault = f"{error.code} {' '.join(error.read()[:300].decode(errors='replace').split())}"
-                if error.code in _FATAL or (error.code not in _RETRIED and body is None):
-                    raise UserError(f"{self._url}{path} answered {fault}") from error
-                if error.code not in _RETRIED:
-                    raise UserError(f"the server answered {fault}", f"refused by the server: {error.code}") from error
-                after = error.headers.get("Retry-After", "")
-                wait = min(600.0, float(after)) if after.isdecimal() else wait
-            except (OSError, HTTPException, ValueError) as error:  # no connection, a timeout, half an answer, no JSON
-                fault = one_line(error)
-            if attempt + 1 < _TRIES and body is not None:
-                self._sleep(wait)
-        self._given_up += 1
-        require(
-            body is not None and self._given_up < _HOPELESS,
-            f"{self._url} does not answer ({fault}); when it does, the same command goes on from here",
-        )
-        raise UserError(f"the server did not answer in {_TRIES} tries ({fault})", "no answer from the server")
+
+def _message(answer: Any) -> str:
+    """What an error says of itself."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    text = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(text).split())[:300]
 
 
 def _is_ids(value: Any) -> bool:
