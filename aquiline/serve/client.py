@@ -57,7 +57,8 @@ class RemoteConversation:
         """Add a user's turn and stream the reply. One that is left early, or broken off, leaves no trace."""
         question: Message = {"role": "user", "content": text}
         body = self._body | {"messages": [*self._system, *self.messages, question]}
-        reply, started, finish, usage = "", time.perf_counter(), "", {}
+        usage: dict[str, Any] = {}
+        reply, started, finish = "", time.perf_counter(), ""
         for chunk in self._chunks(body, origins):
             usage = chunk.get("usage") or usage
             for choice in chunk.get("choices") or ():
