@@ -181,7 +181,7 @@ def test_a_chat_streams_and_tells_where_each_token_came_from(window, url):
     assert window.text(BUBBLE) == "hi"
     assert window.text(REPLY) == choice["message"]["content"]
     origins = [t["origin"] for t in choice["aquiline"]["tokens"]]
-    assert max(origins) > 1
+    assert max(origins) > 0
     assert window.run("return [...document.querySelectorAll('#log .text > span')].map((s) => s.depth)") == origins
     figures = expected["usage"]["aquiline"]
     assert window.text("#count") == str(expected["usage"]["completion_tokens"])
