@@ -398,7 +398,8 @@ def test_a_race_says_where_texts_part_and_asks_three_times(window, scripted):
 def test_keys_settings_and_copy(window, scripted):
     scripted.answers += [stream(chunk(("one ", 0), ("two", 0)))]
     window.open(scripted.url)
-    window.driver.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
+    may = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    window.driver.execute_cdp_cmd("Browser.grantPermissions", may)
     assert window.run("return document.activeElement.id") == "prompt"
     window.find("#open-settings").click()
     for name, value in {"temperature": "0.5", "seed": "7", "top_k": "3", "max_nodes": "0", "system": "S"}.items():
