@@ -253,7 +253,7 @@ def _remote_reply(conversation: "RemoteConversation", text: str, coloured: bool)
             painted = [(piece.text, 0)] if piece.tokens is None or not coloured else piece.tokens
             print("".join(_paint(part, origin) for part, origin in painted), end="", flush=True)
     except UserError as error:
-        if not sys.stdin.isatty():
+        if not _interactive():
             raise
         print(flush=True)
         note(f"error: {error}")  # the server may be busy now, and not a minute later
@@ -273,9 +273,13 @@ def _remote_stats(summary: "Summary") -> str:
     return " · ".join(parts + ([] if summary.tau is None else [f"tau {summary.tau:.2f}"]))
 
 
+def _interactive() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def _read_turn() -> str | None:
     """The next line, None at the end."""
-    if sys.stdin is None or not sys.stdin.isatty():
+    if not _interactive():
         line = sys.stdin.buffer.readline() if sys.stdin else b""
         return decoded(line) if line else None
     with contextlib.suppress(ImportError):
