@@ -6,19 +6,16 @@ import pytest
 
 from aquiline.api import Conversation
 from aquiline.cli import decode
-from aquiline.config import TreeConfig
-from aquiline.serve import asked
-from tests.servers import Scripted, chunk, live, stream, usage
+from tests.scripted_server import Scripted, chunk, stream, usage
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
 from tests.test_cli import aquiline, check_refused  # noqa: F401 (a fixture)
+from tests.test_serve import looked_up, no_cache  # noqa: F401 (fixtures)
 
 
 @pytest.fixture(scope="module")
-def url(folders):  # noqa: F811
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asked, "DEFAULT_TREE", TreeConfig.parse("8:2:12"))
-        with live(load(folders, "ngram")) as url:
-            yield url
+def url(looked_up):  # noqa: F811
+    """Of a server whose draft looks tokens up in the text; tiny models repeat themselves, so many are accepted."""
+    return f"http://{looked_up.address}"
 
 
 @pytest.fixture

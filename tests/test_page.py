@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from aquiline.config import TreeConfig
-from aquiline.serve import asked
 from tests.browser import browser, missing
-from tests.servers import Scripted, Sent, chunk, live, stream, usage
+from tests.scripted_server import Scripted, Sent, chunk, stream, usage
+from tests.serving import serving
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
+from tests.test_serve import looked_up, no_cache  # noqa: F401 (fixtures)
 
 PAGE = Path(__file__).parents[1] / "aquiline" / "serve" / "chat.html"
 BUBBLE, REPLY, FOOT, NOTICE = "#log .said", "#log article > .text", "#log article > .foot", "#notice"
@@ -33,12 +33,9 @@ def window():
 
 
 @pytest.fixture(scope="module")
-def url(folders):  # noqa: F811
-    """A server whose draft looks tokens up in the text: tiny models repeat themselves, so many are accepted."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asked, "DEFAULT_TREE", TreeConfig.parse("8:2:12"))
-        with live(load(folders, "ngram")) as url:
-            yield url
+def url(looked_up):  # noqa: F811
+    """Of a server whose draft looks tokens up in the text; tiny models repeat themselves, so many are accepted."""
+    return f"http://{looked_up.address}"
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +141,8 @@ def test_a_race_runs_both_ways_and_compares(window, url):
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(window, folders):  # noqa: F811
-    with live(load(folders, "none"), key="sesame") as url:
-        window.open(url)
+    with serving(load(folders, "none"), key="sesame") as running:
+        window.open(f"http://{running.address}")
         window.wait(lambda: "wants a key" in window.text(NOTICE))
         window.find("#notice input").send_keys("wrong\n")
         window.wait(lambda: "does not accept this key" in window.text(NOTICE))

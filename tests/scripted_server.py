@@ -1,36 +1,10 @@
-"""Servers on this machine, in a thread, for as long as a test needs one: a real one, and one that follows a script."""
+"""A server on this machine that follows a script, in a thread, and what scripts are made of."""
 
-import contextlib
 import dataclasses
 import json
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-from aquiline.api import Model
-from aquiline.config import ServeConfig
-from aquiline.serve.server import Service, bind, make_server
-
-
-@contextlib.contextmanager
-def live(model: Model, key: str | None = None, **settings) -> Iterator[str]:
-    """Its address. `settings` are those of ServeConfig."""
-    config = ServeConfig(port=0, **settings)
-    listening = bind(config)
-    server = make_server(Service(model, config), key)
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive(), "the server did not end"
 
 
 @dataclasses.dataclass
