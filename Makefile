@@ -1,4 +1,4 @@
-# make demo, make test, make check. Everything is installed into .venv; a second run finds it there.
+# make demo, make test, make check, make browser-test. Everything is installed into .venv; a second run finds it there.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python -m
 PIP := $(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt
 PROMPT ?= Explain in a few sentences why the sky is blue.
 
-.PHONY: demo test check clean
+.PHONY: demo test check browser-test clean
 
 demo: $(VENV)/.app
 	$(VENV)/bin/aquiline generate "$(PROMPT)" --compare
@@ -19,6 +19,12 @@ check: $(VENV)/.dev
 	$(RUN) ruff check .
 	$(RUN) mypy
 	$(MAKE) --no-print-directory test
+
+# The page in a real browser. `make test` runs these tests too where there is one; Debian's is installed here.
+browser-test: $(VENV)/.dev
+	{ command -v chromium && command -v chromedriver; } >/dev/null || \
+		$(if $(filter-out 0,$(shell id -u)),sudo) sh -c 'apt-get update && apt-get install -y chromium chromium-driver'
+	AQUILINE_BROWSER=1 $(RUN) pytest tests/test_page.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
