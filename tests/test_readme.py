@@ -6,7 +6,9 @@ import re
 import runpy
 import shlex
 import shutil
+import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 from aquiline.cli import main as cli
 from aquiline.config import UserError
 from aquiline.files import checkpoint
+from aquiline.serve import server
+from tests.serving import WAIT, until
 from tests.test_api import make_draft
 from tests.test_cli import verbs
 from tests.test_invent import make_writing_target, writing_chat
@@ -29,6 +33,8 @@ SMALL = "--dtype float32 --max-new-tokens 24"
 TINY = {
     "generate": f"{SMALL} --device cpu",
     "chat": f"{SMALL} --device cpu",
+    "chat --server": "--max-new-tokens 24",
+    "serve": "--dtype float32 --device cpu",
     "eval": f"{SMALL} --device cpu",
     "bench": f"{SMALL} --device cpu --repeats 1 --allow-load",
     "plot": "",
@@ -61,9 +67,33 @@ def folder_of_its_own(tmp_path, monkeypatch):
         Path(f"{name}.jsonl").write_text('{"turns": ["hi"]}\n{"messages": [{"role": "user", "content": "a b"}]}\n')
 
 
+@pytest.fixture
+def serve(monkeypatch):
+    """Runs the command of a server, until the test is over; the port it has instead of 8000."""
+    threads, servers = [], []
+    make = server.make_server
+    monkeypatch.setattr(server, "make_server", lambda *given: servers.append(make(*given)) or servers[-1])
+
+    def run(line) -> int:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = shlex.split(f"{line} {TINY['serve']} --port {port}")
+        threads.append(threading.Thread(target=lambda: cli.app(command[1:], standalone_mode=False), daemon=True))
+        threads[-1].start()
+        until(lambda: servers and servers[-1].started)
+        return port
+
+    yield run
+    for running, thread in zip(servers, threads, strict=True):
+        running.should_exit = True
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
 def verb(line) -> str:
     words = shlex.split(line)[1:3]
-    return " ".join(words) if words[0] == "data" else words[0]
+    return " ".join(words) if words[0] == "data" or words[1:] == ["--server"] else words[0]
 
 
 def run_command(line, monkeypatch, capsys) -> str:
@@ -81,12 +111,17 @@ def run_command(line, monkeypatch, capsys) -> str:
     return out
 
 
-def test_every_block_runs_from_the_first_to_the_last(folder_of_its_own, monkeypatch, capsys):
+def test_every_block_runs_from_the_first_to_the_last(folder_of_its_own, serve, monkeypatch, capsys):
+    port = 8000
     for language, block in BLOCKS:
         if language == "python":
             exec(compile(block, "README.md", "exec"), {})
         else:
             for line in block.splitlines():
+                if verb(line) == "serve":
+                    port = serve(line)
+                    continue
+                line = line.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
                 assert run_command(line, monkeypatch, capsys) or verb(line) in SILENT, line
     record = json.loads(Path("record.json").read_text())
     assert list(record["tasks"]) == ["mt_bench", "gsm8k"]
@@ -104,7 +139,7 @@ def test_the_python_example_runs_on_the_real_default(capsys):
 
 
 def test_commands_are_marked_to_be_run_and_every_verb_has_one():
-    assert {verb(line) for line in COMMANDS} == set(verbs()) == set(TINY)
+    assert {verb(line) for line in COMMANDS} == set(verbs()) | {"chat --server"} == set(TINY)
     unmarked = re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S)
     words = [line.split()[:2] for block in unmarked for line in block.splitlines()]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
