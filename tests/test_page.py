@@ -287,13 +287,13 @@ def test_a_reply_that_breaks_off_is_shown_but_is_no_part_of_the_conversation(win
     assert [m["content"] for m in scripted.bodies[1]["messages"]] == ["hi"]
 
 
-def test_a_race_says_where_texts_part_and_asks_three_times(window, scripted):
-    texts = (["w"], ["a", "b", "c"], ["a", "b", "d"])
-    scripted.answers += [stream(*(chunk((text, 0)) for text in each)) for each in texts]
+@pytest.mark.parametrize(("other", "place"), [("abd", 3), ("abcd", 4), ("ab", 3)])
+def test_a_race_says_where_texts_part_and_asks_three_times(window, scripted, other, place):
+    scripted.answers += [stream(*(chunk((text, 0)) for text in each)) for each in ("w", "abc", other)]
     window.open(scripted.url)
     ask(window, "hi", "#race")
     ended(window)
-    assert "differ from token 3 on" in window.text(".verdict")
+    assert f"differ from token {place} on" in window.text(".verdict")
     warm, plain, fast = scripted.bodies
     assert (warm["max_tokens"], warm["speculative"], plain["speculative"], fast["speculative"]) == (
         8,
