@@ -160,7 +160,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(window, folders):  # noqa: F811
 # ---------------------------------------------------------------- before a scripted one
 
 
-TREE = {"tokens": [" sky", " sea", " is", "!"], "parents": [-1, -1, 0, 1], "accepted": [0, 2]}
+TREE = {"tokens": [" sea", " sky", " is", "!"], "parents": [-1, -1, 1, 0], "accepted": [1, 2]}
 
 
 def test_colours_are_a_switch_and_trees_can_be_leafed_through(window, scripted):
@@ -194,6 +194,12 @@ def test_colours_are_a_switch_and_trees_can_be_leafed_through(window, scripted):
     labels = {kind: window.run("return [...document.querySelectorAll(arguments[0])].map((t) => t.textContent)",
                                f"#tree g.{kind} text") for kind in ("root", "taken", "left", "own")}  # fmt: skip
     assert labels == {"root": ["The"], "taken": ["sky", "is", "blue"], "left": ["sea", "!"], "own": ["blue"]}
+    edges = "return [...document.querySelectorAll(arguments[0])].map((r) => [r.y.baseVal.value, r.x.baseVal.value"
+    along = window.run(f"{edges}])", "#tree g.taken rect, #tree g.root rect")
+    assert len({y for y, _ in along}) == 1  # straight on
+    assert sorted(x for _, x in along) == [x for _, x in along]
+    ends = [x for _, x in window.run(f"{edges} + r.width.baseVal.value])", "#tree rect")]
+    assert max(ends) <= float(window.find("#tree svg").get_attribute("width"))
     assert "4 tokens drafted" in window.find("#tree svg").get_attribute("aria-label")
     assert [span.text for span in window.all(".shown")] == ["sky", "is", "blue"]
     assert not window.find("#earlier").is_enabled()
@@ -263,6 +269,7 @@ def test_a_server_that_is_gone_is_told_of_and_noticed_when_back(window, scripted
     scripted.close()
     ask(window, "hi")
     window.wait(lambda: "does not answer" in window.text(NOTICE))
+    time.sleep(2.5)  # longer than to the first look whether it is back
     back = Scripted(page, scripted.http.server_port)
     back.answers += [stream(chunk(("fine", 0)))]
     try:
