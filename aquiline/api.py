@@ -166,7 +166,7 @@ class Model:
         assert isinstance(request.matcher, StopMatcher)
         assert request.finish_reason is not None
         assert request.finished_at is not None
-        self._watch(request)
+        self.watch(request)
         return Result(
             text=request.matcher.text,
             token_ids=list(request.output_ids),
@@ -180,7 +180,7 @@ class Model:
             decode_seconds=0.0 if request.first_token_at is None else request.finished_at - request.first_token_at,
         )
 
-    def _watch(self, request: Request) -> None:
+    def watch(self, request: Request) -> None:
         """Say it when the draft hardly ever helps: the text stays right, so nobody would notice."""
         if not isinstance(self.draft, Draft) or request.tree is None:
             return

@@ -443,3 +443,22 @@ class InventConfig:
         SamplingConfig(temperature=self.temperature, seed=self.seed)
         for name in ("count", "max_new_tokens", "in_flight"):
             require(getattr(self, name) >= 1, f"{name} {getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A server: where it listens and how much it takes on."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_batch: int = 8  # requests decoded at a time
+    context: int | None = None  # tokens of prompt and reply; None: what the target allows
+    queue: int = 128  # requests that may wait beyond those
+    timeout: float = 600.0  # seconds that a request may take at most
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 2**16, f"port {self.port} must be between 0 and 65535; 0 takes a free one")
+        require(self.max_batch >= 1, f"max_batch {self.max_batch} must be at least 1")
+        require(self.context is None or self.context >= 2, f"context {self.context} must be at least 2 tokens")
+        require(self.queue >= 0, f"queue {self.queue} must not be negative")
+        require(self.timeout > 0, f"timeout {self.timeout:g} must be above 0 seconds")

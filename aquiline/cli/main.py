@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from aquiline.cli import data, decode, evaluate, export, measure, train  # noqa: F401 (their import declares the verbs)
+from aquiline.cli import data, decode, evaluate, export, measure, serve, train  # noqa: F401 (their import declares the verbs)
 from aquiline.cli.shared import app, note
 from aquiline.config import AquilineWarning, UserError
 

@@ -137,10 +137,25 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def submit(self, request: Request) -> Request:
-        """Queue a request.
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+        return len(self._running)
 
-        UserError for an empty prompt, ids outside the vocabulary, and more tokens than the cache has room for.
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> Request:
+        """Queue a request. UserError as in `check`."""
+        self.check(request)
+        request.submitted_at = time.perf_counter()
+        self._waiting.append((request, None))
+        return request
+
+    def check(self, request: Request) -> None:
+        """UserError for an empty prompt, ids outside the vocabulary, and more tokens than the cache has room for. Reads
+        only what never changes, so any thread may ask.
         """
         vocab_size = self.target.config.vocab_size
         require(len(request.prompt_ids) > 0, "the prompt is empty: give at least one token")
@@ -153,9 +168,6 @@ class Engine:
             f"a prompt of {len(request.prompt_ids)} tokens and a reply of up to {longest - len(request.prompt_ids)} do "
             f"not fit into a cache of {self.cache.tokens} tokens; give less of either, or a larger cache_tokens",
         )
-        request.submitted_at = time.perf_counter()
-        self._waiting.append((request, None))
-        return request
 
     @torch.inference_mode()
     def cancel(self, request: Request) -> None:

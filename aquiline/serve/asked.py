@@ -1,0 +1,106 @@
+"""What a body asks of the engine: prompts as ids, settings, limits."""
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aquiline.api import Model
+from aquiline.config import DEFAULT_TREE, TreeConfig, UserError
+from aquiline.decode.engine import Engine, Request
+from aquiline.serve.errors import Refused
+from aquiline.serve.schema import ChatBody, CompletionBody, Generation
+
+_WHOLE = 2**63  # seeds
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The engine's requests of one call, `n` for each prompt, those of a prompt side by side."""
+
+    requests: Sequence[Request]
+    prompt_tokens: int  # each prompt counted once
+
+
+def count(body: Generation) -> int:
+    """How many replies a body asks for."""
+    prompts = 1
+    if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
+        prompts = len(body.prompt) if body.prompt and not isinstance(body.prompt[0], int) else 1
+    return prompts * body.n
+
+
+def asked(model: Model, engine: Engine, body: ChatBody | CompletionBody) -> Asked:
+    """Refused, with the field to blame, for what the engine would not run."""
+    if body.model not in ("", model.target_name):
+        raise Refused(
+            404,
+            f"model {body.model!r:.200} is not here; this server has {model.target_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+    field = "messages" if isinstance(body, ChatBody) else "prompt"
+    prompts = _to_blame(field, model, lambda: _prompts(model, body))
+    for ids in prompts:
+        if len(ids) >= engine.context:
+            raise Refused(
+                400,
+                f"the prompt has {len(ids)} tokens and leaves no room in a context of {engine.context}; shorten it",
+                param=field,
+                code="context_length_exceeded",
+            )
+    seed = secrets.randbelow(_WHOLE) if body.seed is None else body.seed
+    requests = [_request(model, body, ids, (seed + choice) % _WHOLE) for ids in prompts for choice in range(body.n)]
+    for request in requests:
+        _to_blame("logit_bias" if body.logit_bias else field, model, lambda request=request: engine.check(request))
+    return Asked(requests, sum(map(len, prompts)))
+
+
+def _to_blame(field: str, model: Model, make: Any) -> Any:
+    try:
+        return make()
+    except UserError as error:
+        # The source of a tokenizer is a path of this machine.
+        raise Refused(400, str(error).replace(model.chat.source, model.target_name), param=field) from error
+
+
+def _prompts(model: Model, body: ChatBody | CompletionBody) -> list[list[int]]:
+    if isinstance(body, ChatBody):
+        settings = model.template_kwargs | body.chat_template_kwargs
+        return [model.chat.render([message.plain() for message in body.messages], **settings)]
+    prompt = body.prompt
+    texts: list[Any] = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else list(prompt)
+    return [model.chat.encode(text) if isinstance(text, str) else list(text) for text in texts]
+
+
+def _request(model: Model, body: ChatBody | CompletionBody, ids: list[int], seed: int) -> Request:
+    most = body.max_tokens
+    if isinstance(body, ChatBody) and most is None:
+        most = body.max_completion_tokens
+    tree = _tree(body)
+    return model.request(
+        ids or [],
+        max_new_tokens=model.target.config.max_positions if most is None else most,
+        stop=body.stop,
+        tree=tree,
+        plain=tree is None,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in body.logit_bias.items()),
+        seed=seed,
+    )
+
+
+def _tree(body: Generation) -> TreeConfig | None:
+    """The default tree, or what a node cap leaves of it."""
+    cap = DEFAULT_TREE.num_nodes if body.max_nodes is None else min(body.max_nodes, DEFAULT_TREE.num_nodes)
+    if not body.speculative or cap == 0:
+        return None
+    depth, top_k = min(DEFAULT_TREE.depth, cap), min(DEFAULT_TREE.top_k, cap)
+    return dataclasses.replace(DEFAULT_TREE, depth=depth, top_k=top_k, num_nodes=cap)

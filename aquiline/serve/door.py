@@ -1,0 +1,108 @@
+"""Who and how much gets in: everything that is looked at before a body is read as JSON."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from aquiline.serve.errors import Refused
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_OPEN = ("/", "/health", "/ready", "/openapi.json")  # without a key
+_BODY_SECONDS = 30.0
+
+
+class Door:
+    """ASGI, around the app.
+
+    `names`: the hosts by which a browser may call this server; None: any. A web page elsewhere that has its own name
+    point to this machine is thereby kept out, as is one that calls from its own address (Origin).
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, names: Sequence[str] | None, most_bytes: int) -> None:
+        self._app, self._names, self._most = app, names, most_bytes
+        self._key = None if key is None else _digest(key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            headers = dict(reversed(scope["headers"]))  # the first of each
+            self._check(scope["path"], headers)
+            body = await self._read(headers, receive) if scope["method"] == "POST" else b""
+        except Refused as refused:
+            await send_refused(send, refused)
+            return
+        given = False
+
+        async def again() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, again if scope["method"] == "POST" else receive, send)
+
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._names is not None and _without_port(host) not in self._names:
+            raise Refused(403, "this server is not called by that name; use 127.0.0.1 or localhost", code="host")
+        origin = headers.get(b"origin")
+        if origin is not None and urlsplit(origin.decode("latin-1")).netloc.lower() != host.lower():
+            raise Refused(403, "pages of other origins may not call this server", code="origin")
+        if self._key is not None and path not in _OPEN:
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            right = hmac.compare_digest(_digest(given.strip()), self._key)
+            if scheme.lower() != b"bearer" or not right:
+                raise Refused(401, "the API key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body, once and for all: no handler sees a part of one."""
+        said = headers.get(b"content-length", b"0")
+        too_large = Refused(413, f"the body is larger than {self._most} bytes", code="body_too_large")
+        if said.isdigit() and int(said) > self._most:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refused(400, "the connection ended inside the body")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._most:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError as error:
+            raise Refused(408, f"the body took longer than {_BODY_SECONDS:g} seconds", code="timeout") from error
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()  # of one length, so that comparing tells nothing of it
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
+
+async def send_refused(send: Send, refused: Refused) -> None:
+    """An error, where no framework is at hand. The rest of a body may still be coming, so the connection ends."""
+    await send_json(send, refused.status, refused.body, {**refused.headers, "Connection": "close"})
+
+
+async def send_json(send: Send, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+    data = json.dumps(value).encode()  # in ASCII: what is quoted may hold half a surrogate pair
+    named = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
+    lines = [(name.encode(), text.encode()) for name, text in named.items()]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": data})

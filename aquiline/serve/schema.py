@@ -1,0 +1,135 @@
+"""The bodies that are taken, field by field. What stands here is done, everything else is refused by its name.
+
+A null asks for nothing, as in OpenAI's own clients, and counts as left out. What asks for nothing here either, such as
+`user` or `store: false`, is taken and not looked at.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MOST_CHOICES = 16  # of one call, for each of its prompts
+MOST_PROMPTS = 64
+
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """Strict: a number in quotes is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Generation(Body):
+    """What both kinds of completion take."""
+
+    model: str = ""
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, lt=2**31, description="0 is off.")
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100, description="Over prompt and output; 1 is off.")
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = {}
+    speculative: bool = Field(True, description="false decodes plainly: the same text, without the draft.")
+    max_nodes: int | None = Field(None, ge=0, le=4096, description="The most nodes of a drafted tree.")
+    token_origins: bool = Field(False, description="Say of every token at which depth it was drafted, and show trees.")
+    timeout: float | None = Field(None, gt=0, description="Seconds after which the request is given up.")
+
+    user: str = ""
+    metadata: dict[str, Any] = {}
+    store: Literal[False] = False
+    service_tier: Literal["auto", "default"] = "auto"
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "Generation":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams only: set stream, or leave it out")
+        return self
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As a chat template takes it."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return self.model_dump(exclude_none=True, exclude={"content"}) | {"content": content}
+
+
+class JsonSchema(Body):
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+    schema_: dict[str, Any] = Field({}, alias="schema")
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class ChatBody(Generation):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    response_format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] = (
+        TextFormat(type="text")
+    )
+    chat_template_kwargs: dict[str, Any] = {}
+    modalities: list[Literal["text"]] = []
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "ChatBody":
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens mean the same: give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is given without logprobs: set logprobs, or leave it out")
+        return self
+
+
+class CompletionBody(Generation):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False

@@ -1,0 +1,254 @@
+"""An OpenAI-compatible server: routes, errors, start and end. Handlers only queue requests for the one engine."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from importlib import resources
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from aquiline.api import Model
+from aquiline.config import ServeConfig, UserError
+from aquiline.decode.engine import Engine
+from aquiline.serve.answers import Answer
+from aquiline.serve.asked import asked, count
+from aquiline.serve.door import LOOPBACK, Door
+from aquiline.serve.errors import Refused
+from aquiline.serve.loop import EngineLoop
+from aquiline.serve.metrics import Metrics
+from aquiline.serve.reply import Places, Reply
+from aquiline.serve.schema import ChatBody, CompletionBody
+
+_HEADER_BYTES = 2**15
+_CONNECTIONS = 1024
+_BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 16  # a body may have the larger of the two, for the whole context
+
+log = logging.getLogger("aquiline.serve")
+
+
+class Service:
+    """One model behind one engine loop."""
+
+    def __init__(self, model: Model, config: ServeConfig) -> None:
+        self.model, self.config, self.metrics = model, config, Metrics()
+        self.died: Callable[[], None] = lambda: None
+        self.loop = EngineLoop(self._make_engine, self.metrics, model.watch, lambda: self.died())
+        self.places = Places(config.max_batch + config.queue, config.max_batch)
+        self.created = int(time.time())
+
+    def _make_engine(self) -> Engine:
+        return Engine(self.model.target, self.model.draft, self.config.max_batch, self.config.context)
+
+    def reply(self, body: ChatBody | CompletionBody) -> Reply:
+        timeout = self.config.timeout if body.timeout is None else min(body.timeout, self.config.timeout)
+        return Reply(
+            self.loop,
+            self.places,
+            count(body),
+            body.stream,
+            timeout,
+            lambda: asked(self.model, self.loop.engine, body),
+            lambda what: Answer(body, what, self.model.chat, self.model.target_name),
+        )
+
+    @property
+    def ready(self) -> bool:
+        return not (self.loop.dead or self.places.closed)
+
+    def models(self) -> list[dict[str, Any]]:
+        context = self.loop.engine.context
+        entry = {"id": self.model.target_name, "object": "model", "created": self.created, "owned_by": "aquiline"}
+        return [entry | {"max_model_len": context, "draft": self.model.draft_name}]
+
+
+def make_app(service: Service, key: str | None = None, names: tuple[str, ...] | None = None) -> FastAPI:
+    """The app of one service; `key` and `names` as in `Door`."""
+
+    @contextlib.asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        service.loop.start()
+        yield
+        await asyncio.to_thread(service.loop.stop)
+
+    # The documentation pages of FastAPI load scripts from elsewhere.
+    app = FastAPI(title="aquiline", version="1", docs_url=None, redoc_url=None, lifespan=life)
+    _answer_errors(app, service)
+    _add_routes(app, service)
+    context = service.loop.engine.context
+    app.add_middleware(Door, key=key, names=names, most_bytes=max(_BODY_BYTES, _BYTES_PER_TOKEN * context))
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody) -> Response:
+        return service.reply(body)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody) -> Response:
+        return service.reply(body)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": service.models()}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        (found,) = service.models()
+        if found["id"] != name:
+            raise Refused(404, f"model {name!r:.200} is not here", param="model", code="model_not_found")
+        return found
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if service.loop.dead:
+            raise Refused(503, "the engine has failed", code="engine_fault")
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        if not service.ready:
+            raise Refused(503, "the server takes no requests", code="shutting_down")
+        return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    page, policy = _page()
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        headers = {
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        }
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+
+def _page() -> tuple[bytes, str]:
+    """The page, and a policy that lets it run what stands in it and talk to this server, nothing else."""
+    file = resources.files("aquiline.serve") / "chat.html"
+    page = file.read_bytes()
+    hashes = {
+        tag: " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
+            for text in re.findall(rb"<%b[^>]*>(.*?)</%b>" % (tag, tag), page, re.S)
+        )
+        for tag in (b"script", b"style")
+    }
+    scripts, styles = (hashes[tag] or "'none'" for tag in (b"script", b"style"))
+    return page, (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; "
+        "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _answer_errors(app: FastAPI, service: Service) -> None:
+    def answer(refused: Refused) -> Response:
+        service.metrics.refused.labels(refused.status).inc()
+        return _Ascii(refused.body, refused.status, refused.headers)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return answer(_invalid(error))
+
+    @app.exception_handler(HTTPException)
+    async def other(_: Request, error: HTTPException) -> Response:
+        found = Refused(error.status_code, str(error.detail))
+        found.headers |= dict(error.headers or {})
+        return answer(found)
+
+    @app.exception_handler(Exception)
+    async def fault(_: Request, error: Exception) -> Response:
+        return answer(Refused(500, "an error inside the server; its log says more"))
+
+
+class _Ascii(JSONResponse):
+    """What is quoted may hold half a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
+def _invalid(error: RequestValidationError) -> Refused:
+    """The first fault of a body, as OpenAI names it: `messages[0].role`."""
+    first = error.errors()[0]
+    path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"][1:]).lstrip(".")
+    if first["type"] == "extra_forbidden":
+        return Refused(400, f"{path} is not supported by this server; leave it out", param=path, code="unsupported")
+    if first["type"] == "json_invalid":
+        return Refused(400, "the body is not JSON", code="invalid_json")
+    message = first["msg"].removeprefix("Value error, ")
+    return Refused(400, f"{path}: {message}" if path else message, param=path or None, code="invalid_value")
+
+
+class Server(uvicorn.Server):
+    """The first signal lets what runs end and refuses what comes; the second ends at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        service.died = self._give_up
+
+    def _give_up(self) -> None:
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.places.closed:
+            self.should_exit = self.force_exit = True
+        self._service.places.closed = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._service.places.closed and not self._service.places.taken:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def make_server(service: Service, key: str | None = None) -> Server:
+    host = service.config.host
+    names = (*LOOPBACK, host) if host in ("127.0.0.1", "localhost", "::1") else None
+    app = make_app(service, key, names)
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_CONNECTIONS,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        timeout_graceful_shutdown=None,
+    )
+    return Server(config, service)
+
+
+def bind(config: ServeConfig) -> socket.socket:
+    """The address, taken before a model is loaded for it; UserError where that cannot be."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        taken = socket.socket(family, socket.SOCK_STREAM)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen at {config.host}, port {config.port}: {error}") from error
+    return taken
