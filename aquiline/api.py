@@ -20,6 +20,7 @@ import torch
 from aquiline.config import DEFAULT_TREE, AquilineWarning, Limits, SamplingConfig, TreeConfig, UserError, require
 from aquiline.data.chat import Chat, Message, StopMatcher
 from aquiline.decode.engine import Engine, Request, check_tree_and_draft
+from aquiline.decode.sampling import Grammar
 from aquiline.files import checkpoint, disk
 from aquiline.files.checkpoint import DEFAULT
 from aquiline.model.backend import fast_bf16, usable
@@ -100,6 +101,11 @@ class Model:
     def dtype(self) -> str:
         return str(self.target.dtype).removeprefix("torch.")
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """What ends a reply."""
+        return self.chat.end_of_turn_ids | frozenset(self.target.config.eos_token_ids)
+
     def prompt_ids(self, prompt: str | Sequence[Message] | Sequence[int]) -> list[int]:
         """Ids of a user's text or of a conversation, by the target's chat template; ids are taken as they are."""
         if isinstance(prompt, str):
@@ -118,24 +124,27 @@ class Model:
         stop: str | Sequence[str] = (),
         tree: TreeConfig | str | None = None,
         plain: bool = False,
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
         **sampling: Any,
     ) -> Request:
         """The request that `generate` and `stream` run.
 
-        `tree` is the default one unless given; `plain` decodes without the draft; `sampling` are the fields of
-        `SamplingConfig`: temperature, top_k, top_p, min_p, seed and so on.
+        `tree` is the default one unless given; `plain` decodes without the draft; `grammar` and `logprobs` are as
+        in `Request`; `sampling` are the fields of `SamplingConfig`: temperature, top_k, top_p, min_p, seed and so on.
         """
         if isinstance(tree, str):
             tree = TreeConfig.parse(tree)
         check_tree_and_draft(self.draft, tree)
-        stop_ids = self.chat.end_of_turn_ids | frozenset(self.target.config.eos_token_ids)
-        limits = Limits(max_new_tokens, stop_ids, (stop,) if isinstance(stop, str) else tuple(stop))
+        limits = Limits(max_new_tokens, self.stop_ids, (stop,) if isinstance(stop, str) else tuple(stop))
         return Request(
             self.prompt_ids(prompt),
             SamplingConfig(**sampling),
             limits,
             None if plain or self.draft is None else tree or DEFAULT_TREE,
             self.chat.stop_matcher(limits),
+            grammar,
+            logprobs,
         )
 
     def generate(self, prompt: str | Sequence[Message] | Sequence[int], **settings: Any) -> Result:

@@ -287,6 +287,23 @@ class Chat:
         """Text with every special token in it."""
         return self._decode(list(ids), False)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for, part of a character too; of a special token its name. b"" where there is none."""
+        name = self._backend.id_to_token(token)
+        if name is None:  # a model may have more ids than its tokenizer
+            return b""
+        if name in self._added:
+            return name.encode()
+        if self._byte_level:
+            return bytes(_BYTE_OF[letter] for letter in name)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", name):  # a byte that no token covers, as SentencePiece writes it
+            return bytes.fromhex(name[3:5])
+        return name.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
+
     def text_stream(self) -> "TextStream":
         """An incremental `text`."""
         return TextStream(self)
@@ -420,6 +437,12 @@ class StopMatcher:
             self._text = self._text[:start]
             self.result = StopResult(stop_string=string)
             self._finished = True
+
+
+# The letters by which byte-level tokenizers write bytes: printable ones are themselves, the others follow from 256 on.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+_BYTE_OF |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)}
 
 
 def _short_hash(value: Any) -> str:

@@ -1,13 +1,13 @@
 """Replies as OpenAI's clients read them: chunks of a stream, or one object at the end."""
 
+import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aquiline.data.chat import Chat
-from aquiline.decode.engine import Request
+from aquiline.decode.sampling import TokenLogprobs
 from aquiline.serve.asked import Asked
 from aquiline.serve.loop import Step
 from aquiline.serve.schema import ChatBody, CompletionBody
@@ -17,11 +17,13 @@ _FINISH = {"stop": "stop", "length": "length", "context": "length"}
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a reply; its text is "" where it ends inside a character or has none."""
+    """One token of a reply."""
 
     id: int
     origin: int
-    text: str
+    text: str  # "" where it ends inside a character, or has none
+    start: int  # where in the reply's text
+    logprobs: TokenLogprobs | None
 
 
 class Tokens:
@@ -30,26 +32,28 @@ class Tokens:
     def __init__(self, chat: Chat) -> None:
         self._stream = chat.text_stream()
         self._held: list[Token] = []
-        self._given = 0  # characters
+        self._read = 0  # characters of the tokens, and of them visible ones
         self._visible = 0
 
     def take(self, step: Step) -> list[Token]:
         """Those that a step makes visible."""
-        for number, origin in zip(step.ids, step.origins, strict=True):
-            self._held.append(Token(number, origin, self._stream.push([number])))
+        none: list[TokenLogprobs | None] = [None] * len(step.ids)
+        for number, origin, of_token in zip(step.ids, step.origins, step.logprobs or none, strict=True):
+            self._hold(Token(number, origin, self._stream.push([number]), self._read, of_token))
         self._visible += len(step.text)
         if step.last and self._held:
-            last = self._held[-1]
-            self._held[-1] = Token(last.id, last.origin, last.text + self._stream.finish())
+            last = self._held.pop()
+            self._read = last.start
+            self._hold(dataclasses.replace(last, text=last.text + self._stream.finish()))
         given = []
-        while self._held:
-            token, room = self._held[0], self._visible - self._given
-            if len(token.text) > room and not step.last:
-                break
-            given.append(Token(token.id, token.origin, token.text[:room]))
-            self._given += len(given[-1].text)
-            del self._held[0]
+        while self._held and (step.last or self._held[0].start + len(self._held[0].text) <= self._visible):
+            token = self._held.pop(0)
+            given.append(dataclasses.replace(token, text=token.text[: max(0, self._visible - token.start)]))
         return given
+
+    def _hold(self, token: Token) -> None:
+        self._held.append(token)
+        self._read += len(token.text)
 
 
 @dataclass
@@ -59,6 +63,7 @@ class _Reply:
     tokens: Tokens
     text: str = ""
     shown: list[Token] = field(default_factory=list)
+    tree: dict[str, Any] | None = None
     begun: bool = False
     finish_reason: str | None = None
 
@@ -67,59 +72,87 @@ class Answer:
     """Of one call."""
 
     def __init__(self, body: ChatBody | CompletionBody, asked: Asked, chat: Chat, model: str) -> None:
-        self.id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + uuid.uuid4().hex
-        self._created, self._model, self._body, self._asked = int(time.time()), model, body, asked
-        self._began = time.perf_counter()
         self._chats = isinstance(body, ChatBody)
+        self.id = f"{'chatcmpl' if self._chats else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created, self._model, self._body, self._asked, self._chat = int(time.time()), model, body, asked, chat
+        self._began = time.perf_counter()
+        self._logprobs = any(request.logprobs is not None for request in asked.requests)
         self._replies = [_Reply(Tokens(chat)) for _ in asked.requests]
+
+    def take(self, index: int, step: Step) -> list[Token]:
+        """A step of one of the replies; the tokens it makes visible, where anybody asked for them."""
+        reply = self._replies[index]
+        reply.text += step.text
+        reply.finish_reason = step.finish_reason
+        if not (self._body.token_origins or self._logprobs):
+            return []
+        shown = reply.tokens.take(step)
+        reply.shown += shown
+        reply.tree = _tree(self._chat, step) if self._body.token_origins else None
+        return shown
 
     def chunk(self, index: int, step: Step) -> dict[str, Any] | None:
         """What a stream says of a step; None where nothing of it is visible."""
-        reply, body = self._replies[index], self._body
-        shown = reply.tokens.take(step) if body.token_origins else []
+        reply = self._replies[index]
+        shown = self.take(index, step)
         if not (step.text or shown or step.last or not reply.begun):
             return None
-        choice: dict[str, Any] = {"index": index}
         if self._chats:
             role = {} if reply.begun else {"role": "assistant"}
-            choice["delta"] = role | ({"content": step.text} if step.text or not reply.begun else {})
+            said: dict[str, Any] = {"delta": role | ({"content": step.text} if step.text or not reply.begun else {})}
         else:
-            choice["text"] = step.text
-        choice |= {"logprobs": None, "finish_reason": _FINISH.get(step.finish_reason or "")}
-        if body.token_origins:
-            choice["aquiline"] = _origins(shown)
+            said = {"text": step.text}
         reply.begun = True
         usage = {"usage": None} if self._tells_usage else {}
-        return self._head(chunk=True) | {"choices": [choice]} | usage
+        return self._head(chunk=True) | {"choices": [self._choice(index, said, shown)]} | usage
 
     def last_chunk(self) -> dict[str, Any] | None:
         """The usage, for who asked for it."""
         return self._head(chunk=True) | {"choices": [], "usage": self.usage()} if self._tells_usage else None
 
-    def take(self, index: int, step: Step) -> None:
-        """A step of a reply that is not streamed."""
-        reply = self._replies[index]
-        reply.text += step.text
-        reply.finish_reason = step.finish_reason
-        if self._body.token_origins:
-            reply.shown += reply.tokens.take(step)
-
     def whole(self) -> dict[str, Any]:
         """The answer once every reply has ended."""
-        return self._head(chunk=False) | {"choices": list(map(self._choice, range(len(self._replies)))),
-                                          "usage": self.usage()}  # fmt: skip
+        choices = []
+        for index, reply in enumerate(self._replies):
+            message = {"role": "assistant", "content": reply.text, "refusal": None}
+            choices.append(
+                self._choice(index, {"message": message} if self._chats else {"text": reply.text}, reply.shown)
+            )
+        return self._head(chunk=False) | {"choices": choices, "usage": self.usage()}
 
-    def _choice(self, index: int) -> dict[str, Any]:
+    def _choice(self, index: int, said: dict[str, Any], shown: list[Token]) -> dict[str, Any]:
+        """`said`: the part that is the text's."""
         reply = self._replies[index]
-        choice: dict[str, Any] = {"index": index}
-        if self._chats:
-            choice["message"] = {"role": "assistant", "content": reply.text, "refusal": None}
-        else:
-            choice["text"] = reply.text
-        choice |= {"logprobs": None, "finish_reason": _FINISH.get(reply.finish_reason or "")}
+        logprobs = (self._of_chat if self._chats else self._of_text)(_spoken(shown, reply)) if self._logprobs else None
+        finish = _FINISH.get(reply.finish_reason or "")
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
         if self._body.token_origins:
-            choice["aquiline"] = _origins(reply.shown)
+            tokens = [{"id": t.id, "text": t.text, "origin": t.origin} for t in shown]
+            choice["aquiline"] = {"tokens": tokens, "tree": reply.tree}
         return choice
+
+    def _of_chat(self, shown: list[Token]) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            data = self._chat.token_bytes(token)
+            return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+        content = []
+        for token in shown:
+            assert token.logprobs is not None
+            top = [entry(*pair) for pair in token.logprobs.top]
+            content.append(entry(token.id, token.logprobs.chosen) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _of_text(self, shown: list[Token]) -> dict[str, Any]:
+        def name(token: int) -> str:
+            return self._chat.token_bytes(token).decode(errors="replace")
+
+        return {
+            "tokens": [name(t.id) for t in shown],
+            "token_logprobs": [_finite(t.logprobs.chosen) for t in shown if t.logprobs],
+            "top_logprobs": [{name(i): _finite(p) for i, p in reversed(t.logprobs.top)} for t in shown if t.logprobs],
+            "text_offset": [t.start for t in shown],
+        }
 
     @property
     def _tells_usage(self) -> bool:
@@ -135,9 +168,9 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Tokens, and what speculation made of them."""
         requests = self._asked.requests
-        prompt, generated = self._asked.prompt_tokens, sum(len(request.output_ids) for request in requests)
-        reused = sum(request.reused_tokens for request in requests)
-        cycles, emitted = _sum(requests, "cycles"), sum(sum(request.cycle_lengths) for request in requests)
+        prompt, generated = self._asked.prompt_tokens, sum(len(r.output_ids) for r in requests)
+        cycles, emitted = sum(r.cycles for r in requests), sum(sum(r.cycle_lengths) for r in requests)
+        reused = sum(r.reused_tokens for r in requests)
         firsts = [r.first_token_at - self._began for r in requests if r.first_token_at is not None]
         ends = [r.finished_at - self._began for r in requests if r.finished_at is not None]
         return {
@@ -148,9 +181,9 @@ class Answer:
             "aquiline": {
                 "cycles": cycles,
                 "tau": emitted / cycles if cycles else None,
-                "accepted": sum(sum(request.accepted) for request in requests),
-                "drafted": _sum(requests, "drafted_nodes"),
-                "plain_steps": sum(request.trees[0, 0] for request in requests),
+                "accepted": sum(sum(r.accepted) for r in requests),
+                "drafted": sum(r.drafted_nodes for r in requests),
+                "plain_steps": sum(r.trees[0, 0] for r in requests),
                 "reused_prompt_tokens": reused,
                 "seconds": max(ends, default=0.0),
                 "first_token_seconds": min(firsts, default=0.0),
@@ -158,9 +191,22 @@ class Answer:
         }
 
 
-def _sum(requests: Sequence[Request], name: str) -> int:
-    return sum(getattr(request, name) for request in requests)
+def _spoken(shown: list[Token], reply: _Reply) -> list[Token]:
+    """Without those at the end that only ended the reply: its end-of-turn token, the rest of a stop string."""
+    count = len(shown)
+    while reply.finish_reason == "stop" and count and not shown[count - 1].text:
+        count -= 1
+    return shown[:count]
 
 
-def _origins(tokens: Sequence[Token]) -> dict[str, Any]:
-    return {"tokens": [{"id": t.id, "text": t.text, "origin": t.origin} for t in tokens], "tree": None}
+def _tree(chat: Chat, step: Step) -> dict[str, Any] | None:
+    if step.tree is None:
+        return None
+    tree, path = step.tree
+    texts = [chat.token_bytes(token).decode(errors="replace") for token in tree.tokens_N.tolist()]
+    return {"tokens": texts, "parents": tree.parents_N.tolist(), "accepted": path[: len(step.ids)]}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes this one."""
+    return max(logprob, -9999.0)

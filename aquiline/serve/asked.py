@@ -1,17 +1,20 @@
 """What a body asks of the engine: prompts as ids, settings, limits."""
 
 import dataclasses
+import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from aquiline.api import Model
 from aquiline.config import DEFAULT_TREE, TreeConfig, UserError
+from aquiline.data.grammar import Grammars, JsonGrammar
 from aquiline.decode.engine import Engine, Request
 from aquiline.serve.errors import Refused
-from aquiline.serve.schema import ChatBody, CompletionBody, Generation
+from aquiline.serve.schema import ChatBody, CompletionBody, Generation, JsonSchemaFormat, TextFormat
 
+T = TypeVar("T")
 _WHOLE = 2**63  # seeds
 
 
@@ -31,8 +34,8 @@ def count(body: Generation) -> int:
     return prompts * body.n
 
 
-def asked(model: Model, engine: Engine, body: ChatBody | CompletionBody) -> Asked:
-    """Refused, with the field to blame, for what the engine would not run."""
+def asked(model: Model, engine: Engine, grammars: Grammars | None, body: ChatBody | CompletionBody) -> Asked:
+    """Refused, with the field to blame, for what the engine would not run. `grammars` None: the model has none."""
     if body.model not in ("", model.target_name):
         raise Refused(
             404,
@@ -43,6 +46,8 @@ def asked(model: Model, engine: Engine, body: ChatBody | CompletionBody) -> Aske
     field = "messages" if isinstance(body, ChatBody) else "prompt"
     prompts = _to_blame(field, model, lambda: _prompts(model, body))
     for ids in prompts:
+        if not ids:
+            raise Refused(400, "the prompt is empty: give at least one token", param=field)
         if len(ids) >= engine.context:
             raise Refused(
                 400,
@@ -51,13 +56,16 @@ def asked(model: Model, engine: Engine, body: ChatBody | CompletionBody) -> Aske
                 code="context_length_exceeded",
             )
     seed = secrets.randbelow(_WHOLE) if body.seed is None else body.seed
-    requests = [_request(model, body, ids, (seed + choice) % _WHOLE) for ids in prompts for choice in range(body.n)]
+    requests = [
+        _request(model, grammars, body, ids, (seed + choice) % _WHOLE) for ids in prompts for choice in range(body.n)
+    ]
     for request in requests:
-        _to_blame("logit_bias" if body.logit_bias else field, model, lambda request=request: engine.check(request))
+        _to_blame("logit_bias" if body.logit_bias else field, model, functools.partial(engine.check, request))
     return Asked(requests, sum(map(len, prompts)))
 
 
-def _to_blame(field: str, model: Model, make: Any) -> Any:
+def _to_blame(field: str, model: Model, make: Callable[[], T]) -> T:
+    """Where making it fails, the field is to blame."""
     try:
         return make()
     except UserError as error:
@@ -74,17 +82,23 @@ def _prompts(model: Model, body: ChatBody | CompletionBody) -> list[list[int]]:
     return [model.chat.encode(text) if isinstance(text, str) else list(text) for text in texts]
 
 
-def _request(model: Model, body: ChatBody | CompletionBody, ids: list[int], seed: int) -> Request:
-    most = body.max_tokens
-    if isinstance(body, ChatBody) and most is None:
-        most = body.max_completion_tokens
+def _request(
+    model: Model, grammars: Grammars | None, body: ChatBody | CompletionBody, ids: list[int], seed: int
+) -> Request:
+    most, logprobs, grammar = body.max_tokens, body.logprobs, None
+    if isinstance(body, ChatBody):
+        most = body.max_completion_tokens if most is None else most
+        logprobs = body.top_logprobs if logprobs else None
+        grammar = _grammar(model, grammars, body)
     tree = _tree(body)
     return model.request(
-        ids or [],
+        ids,
         max_new_tokens=model.target.config.max_positions if most is None else most,
         stop=body.stop,
         tree=tree,
         plain=tree is None,
+        grammar=grammar,
+        logprobs=logprobs,
         temperature=body.temperature,
         top_k=body.top_k,
         top_p=body.top_p,
@@ -95,6 +109,16 @@ def _request(model: Model, body: ChatBody | CompletionBody, ids: list[int], seed
         logit_bias=tuple((int(token), bias) for token, bias in body.logit_bias.items()),
         seed=seed,
     )
+
+
+def _grammar(model: Model, grammars: Grammars | None, body: ChatBody) -> JsonGrammar | None:
+    form = body.response_format
+    if isinstance(form, TextFormat):
+        return None
+    if grammars is None:
+        raise Refused(400, "this model's tokenizer cannot be held to JSON", param="response_format", code="unsupported")
+    schema = form.json_schema.schema_ if isinstance(form, JsonSchemaFormat) else None
+    return _to_blame("response_format", model, lambda: grammars.json(schema))
 
 
 def _tree(body: Generation) -> TreeConfig | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from aquiline.data.chat import StopMatcher
 from aquiline.decode.engine import Engine, Request
+from aquiline.decode.sampling import TokenLogprobs
+from aquiline.decode.tree import Tree
 from aquiline.serve.errors import Refused
 from aquiline.serve.metrics import Metrics
 
@@ -26,6 +28,8 @@ class Step:
     text: str = ""  # becomes visible now; may lag behind the tokens
     ids: Sequence[int] = ()
     origins: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()  # as many as ids, where they were asked for
+    tree: tuple[Tree, list[int]] | None = None  # that was verified, and its accepted nodes
     finish_reason: str | None = None
     fault: Refused | None = None
 
@@ -165,6 +169,8 @@ class EngineLoop:
             text[job.told_text :],
             request.output_ids[job.told_ids :],
             request.origins[job.told_ids :],
+            request.output_logprobs[job.told_ids :],
+            request.last_tree,
             request.finish_reason,
         )
         job.told_ids, job.told_text, job.told_at = len(request.output_ids), len(text), now

@@ -9,6 +9,7 @@ import logging
 import re
 import socket
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from types import FrameType
@@ -21,7 +22,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from aquiline.api import Model
-from aquiline.config import ServeConfig, UserError
+from aquiline.config import AquilineWarning, ServeConfig, UserError
+from aquiline.data.grammar import Grammars
 from aquiline.decode.engine import Engine
 from aquiline.serve.answers import Answer
 from aquiline.serve.asked import asked, count
@@ -48,6 +50,12 @@ class Service:
         self.loop = EngineLoop(self._make_engine, self.metrics, model.watch, lambda: self.died())
         self.places = Places(config.max_batch + config.queue, config.max_batch)
         self.created = int(time.time())
+        try:
+            target = model.target.config
+            self.grammars: Grammars | None = Grammars(model.chat, model.stop_ids, target.vocab_size)
+        except UserError as error:
+            self.grammars = None
+            warnings.warn(f"replies in JSON will be refused: {error}", AquilineWarning, stacklevel=2)
 
     def _make_engine(self) -> Engine:
         return Engine(self.model.target, self.model.draft, self.config.max_batch, self.config.context)
@@ -60,7 +68,7 @@ class Service:
             count(body),
             body.stream,
             timeout,
-            lambda: asked(self.model, self.loop.engine, body),
+            lambda: asked(self.model, self.loop.engine, self.grammars, body),
             lambda what: Answer(body, what, self.model.chat, self.model.target_name),
         )
 
