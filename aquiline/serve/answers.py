@@ -9,6 +9,7 @@ from typing import Any
 from aquiline.data.chat import Chat
 from aquiline.decode.sampling import TokenLogprobs
 from aquiline.serve.asked import Asked
+from aquiline.serve.forms import ChatLogprobs, ChosenLogprob, DrawnTree, Origin, TextLogprobs, TokenLogprob, Usage
 from aquiline.serve.loop import Step
 from aquiline.serve.schema import ChatBody, CompletionBody
 
@@ -63,7 +64,7 @@ class _Reply:
     tokens: Tokens
     text: str = ""
     shown: list[Token] = field(default_factory=list)
-    tree: dict[str, Any] | None = None
+    tree: DrawnTree | None = None
     begun: bool = False
     finish_reason: str | None = None
 
@@ -125,25 +126,25 @@ class Answer:
         reply = self._replies[index]
         logprobs = (self._of_chat if self._chats else self._of_text)(_spoken(shown, reply)) if self._logprobs else None
         finish = _FINISH.get(reply.finish_reason or "")
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+        choice: dict[str, Any] = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
         if self._body.token_origins:
-            tokens = [{"id": t.id, "text": t.text, "origin": t.origin} for t in shown]
+            tokens: list[Origin] = [{"id": t.id, "text": t.text, "origin": t.origin} for t in shown]
             choice["aquiline"] = {"tokens": tokens, "tree": reply.tree}
         return choice
 
-    def _of_chat(self, shown: list[Token]) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
+    def _of_chat(self, shown: list[Token]) -> ChatLogprobs:
+        def entry(token: int, logprob: float) -> TokenLogprob:
             data = self._chat.token_bytes(token)
             return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
-        content = []
+        content: list[ChosenLogprob] = []
         for token in shown:
             assert token.logprobs is not None
             top = [entry(*pair) for pair in token.logprobs.top]
-            content.append(entry(token.id, token.logprobs.chosen) | {"top_logprobs": top})
+            content.append({**entry(token.id, token.logprobs.chosen), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _of_text(self, shown: list[Token]) -> dict[str, Any]:
+    def _of_text(self, shown: list[Token]) -> TextLogprobs:
         def name(token: int) -> str:
             return self._chat.token_bytes(token).decode(errors="replace")
 
@@ -165,7 +166,7 @@ class Answer:
             kind = "chat.completion.chunk" if chunk else "chat.completion"
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """Tokens, and what speculation made of them."""
         requests = self._asked.requests
         prompt, generated = self._asked.prompt_tokens, sum(len(r.output_ids) for r in requests)
@@ -199,12 +200,12 @@ def _spoken(shown: list[Token], reply: _Reply) -> list[Token]:
     return shown[:count]
 
 
-def _tree(chat: Chat, step: Step) -> dict[str, Any] | None:
+def _tree(chat: Chat, step: Step) -> DrawnTree | None:
     if step.tree is None:
         return None
     tree, path = step.tree
     texts = [chat.token_bytes(token).decode(errors="replace") for token in tree.tokens_N.tolist()]
-    return {"tokens": texts, "parents": tree.parents_N.tolist(), "accepted": path[: len(step.ids)]}
+    return {"tokens": texts, "parents": tree.parents_N.tolist(), "accepted": path[: sum(map(bool, step.origins))]}
 
 
 def _finite(logprob: float) -> float:

@@ -34,15 +34,16 @@ def count(body: Generation) -> int:
     return prompts * body.n
 
 
+def check_name(model: Model, name: str) -> None:
+    """Refused for the name of another model."""
+    if name != model.target_name:
+        message = f"model {name!r:.200} is not here; this server has {model.target_name!r}"
+        raise Refused(404, message, param="model", code="model_not_found")
+
+
 def asked(model: Model, engine: Engine, grammars: Grammars | None, body: ChatBody | CompletionBody) -> Asked:
     """Refused, with the field to blame, for what the engine would not run. `grammars` None: the model has none."""
-    if body.model not in ("", model.target_name):
-        raise Refused(
-            404,
-            f"model {body.model!r:.200} is not here; this server has {model.target_name!r}",
-            param="model",
-            code="model_not_found",
-        )
+    check_name(model, body.model or model.target_name)
     field = "messages" if isinstance(body, ChatBody) else "prompt"
     prompts = _to_blame(field, model, lambda: _prompts(model, body))
     for ids in prompts:

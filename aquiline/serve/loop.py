@@ -1,22 +1,25 @@
 """The engine's thread: everything that computes runs here, and nothing else does.
 
-Handlers hand jobs in and get told of every step; whatever they do meanwhile, the next cycle does not wait for it.
+Handlers hand calls in and are told of every step; whatever they do meanwhile, the next cycle does not wait for it.
 """
 
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from aquiline.config import DEFAULT_TREE, Limits
 from aquiline.data.chat import StopMatcher
+from aquiline.data.grammar import JsonGrammar
 from aquiline.decode.engine import Engine, Request
 from aquiline.decode.sampling import TokenLogprobs
 from aquiline.decode.tree import Tree
 from aquiline.serve.errors import Refused
 from aquiline.serve.metrics import Metrics
 
-_FAULTS = 3  # steps that fail one after another: then the fault is not a request's
+_TRIED = 4  # tokens of a prompt, and of a reply, by which an engine is tried
 
 log = logging.getLogger("aquiline.serve")
 
@@ -45,29 +48,36 @@ class Job:
     request: Request
     tell: Callable[[Step], None]
     deadline: float  # of time.perf_counter()
+    came_at: float = field(default_factory=time.perf_counter, init=False)
     told_ids: int = field(default=0, init=False)
     told_text: int = field(default=0, init=False)
     told_at: float = field(default=0.0, init=False)
 
 
 class EngineLoop:
-    """Runs one engine in a thread of its own. An engine that fails is replaced; one that only fails ends the loop."""
+    """Runs one engine in a thread of its own. An engine that has failed is replaced, if the next one works.
+
+    Calls are taken in the order in which they come; those of many requests take turns with the others, so that nobody
+    waits for all of them.
+    """
 
     def __init__(
         self,
         make_engine: Callable[[], Engine],
+        slots: int,
         metrics: Metrics,
         watch: Callable[[Request], None] = lambda request: None,
         died: Callable[[], None] = lambda: None,
     ) -> None:
         """`watch` looks at every request that ended; `died` is called when the loop gives up. Both in its thread."""
         self.engine = make_engine()
-        self.dead = False
-        self._make_engine, self._metrics, self._watch, self._died = make_engine, metrics, watch, died
-        self._jobs: dict[Request, Job] = {}
-        self._coming: list[Job] = []
+        self.warm = self.dead = False
+        self._make_engine, self._slots, self._metrics = make_engine, slots, metrics
+        self._watch, self._died = watch, died
+        self._jobs: dict[Request, Job] = {}  # all that have not ended
+        self._calls: deque[deque[Job]] = deque()  # whose jobs the engine does not have yet; the next one first
+        self._coming: list[Sequence[Job]] = []
         self._leaving: list[Job] = []
-        self._faults = 0
         self._stopping = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -83,12 +93,12 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join(seconds)
 
-    def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue requests that `Engine.check` has passed."""
+    def submit(self, call: Sequence[Job]) -> None:
+        """Queue the requests of a call, which `Engine.check` has passed."""
         with self._wake:
-            if self._stopping or self.dead:
+            if self._stopping:
                 raise Refused(503, "the server is shutting down", code="shutting_down")
-            self._coming += jobs
+            self._coming.append(call)
             self._wake.notify()
 
     def cancel(self, jobs: Iterable[Job]) -> None:
@@ -99,65 +109,100 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            for size in _sizes(self._slots):
+                self._try(self.engine, size)
+            self.warm = True
             while self._take_in():
+                self._feed()
                 self._turn()
+                self._metrics.look(self.engine, len(self._jobs))
         except Exception:
             log.exception("the engine's thread has failed")
             self.dead = True
         with self._wake:
             self._stopping = True
-            self._jobs |= {job.request: job for job in self._coming}
+            self._take_calls()
         gone = "the engine has failed" if self.dead else "the server has shut down"
         self._fail(list(self._jobs.values()), Refused(503, gone, code="shutting_down"))
         if self.dead:
             self._died()
 
+    def _try(self, engine: Engine, size: int) -> None:
+        """Run a batch to its end. What a first use costs, above all to see which trees pay, then falls on nobody."""
+        tree = None if engine.drafter is None else DEFAULT_TREE
+        limits = Limits(min(_TRIED, max(1, engine.context - 1)))
+        prompt = [0] * min(_TRIED, engine.context - 1)
+        engine.run([Request(prompt, limits=limits, tree=tree) for _ in range(size)])
+        engine.forget()
+
     def _take_in(self) -> bool:
         """Wait for something to do, and let jobs in and out; False when the loop is to end."""
         with self._wake:
-            while not (self._coming or self._leaving or self._stopping or self.engine.busy):
+            while not (self._coming or self._leaving or self._stopping or self._jobs):
                 self._wake.wait()
             if self._stopping:
                 return False
-            coming, leaving = self._coming, self._leaving
-            self._coming, self._leaving = [], []
-        for job in coming:
-            self._jobs[job.request] = job
-            self.engine.submit(job.request)
+            self._take_calls()
+            leaving, self._leaving = self._leaving, []
+        leaving = [job for job in dict.fromkeys(leaving) if job.request in self._jobs]
+        self._drop(leaving)
         for job in leaving:
-            if self._jobs.pop(job.request, None) is not None:
-                self.engine.cancel(job.request)
-                self._ended(job, "disconnected")
+            self._ended(job, "disconnected")
         now = time.perf_counter()
         late = [job for job in self._jobs.values() if job.deadline <= now]
-        for job in late:
-            self.engine.cancel(job.request)
+        self._drop(late)
         self._fail(late, Refused(504, "the request took longer than its timeout", code="timeout"))
         return True
+
+    def _take_calls(self) -> None:
+        for call in self._coming:
+            self._calls.append(deque(call))
+            self._jobs |= {job.request: job for job in call}
+        self._coming = []
+
+    def _drop(self, jobs: Sequence[Job]) -> None:
+        """Take jobs out, wherever they stand."""
+        for job in jobs:
+            del self._jobs[job.request]
+            self.engine.cancel(job.request)
+        if jobs:
+            kept = (deque(job for job in call if job.request in self._jobs) for call in self._calls)
+            self._calls = deque(call for call in kept if call)
+
+    def _feed(self) -> None:
+        """Give the engine as many requests as it has slots, a call giving one at a time."""
+        while self._calls and self.engine.running + self.engine.waiting < self._slots:
+            call = self._calls.popleft()
+            job = call.popleft()
+            if call:
+                self._calls.append(call)
+            self._submit(job)
+
+    def _submit(self, job: Job) -> None:
+        self.engine.submit(job.request)
+        job.request.submitted_at = job.came_at
 
     def _turn(self) -> None:
         try:
             touched = self.engine.step()
         except Exception:
-            log.exception("the engine has failed in a step; the requests that ran have failed with it")
+            log.exception("the engine has failed in a step, and the requests that ran with it")
             self._recover()
             return
-        self._faults = 0
         for request in touched:
             self._tell(self._jobs[request])
-        self._metrics.look(self.engine)
 
     def _recover(self) -> None:
         """Those that had begun fail; those that waited go to a new engine, in their order."""
-        self._faults += 1
         self._metrics.faults.inc()
         begun = [job for job in self._jobs.values() if job.request.finish_reason or job.request.output_ids]
         self._fail(begun, Refused(500, "the engine has failed; the request may be sent again", code="engine_fault"))
-        if self._faults >= _FAULTS:
-            raise RuntimeError(f"the engine has failed in {_FAULTS} steps one after another")
         self.engine = self._make_engine()
-        for request in self._jobs:
-            self.engine.submit(request)
+        self._try(self.engine, 1)
+        not_given = {job for call in self._calls for job in call}
+        for job in self._jobs.values():
+            if job not in not_given:
+                self._submit(job)
 
     def _tell(self, job: Job) -> None:
         request = job.request
@@ -174,12 +219,19 @@ class EngineLoop:
             request.finish_reason,
         )
         job.told_ids, job.told_text, job.told_at = len(request.output_ids), len(text), now
+        problem = request.grammar.error if isinstance(request.grammar, JsonGrammar) else None
+        if problem is not None:
+            self._drop([job])
+            fault = f"the reply could not be kept to the response_format: {problem}"
+            self._fail([job], Refused(400, fault, param="response_format", code="grammar"))
+            return
         if step.last:
             del self._jobs[request]
             self._ended(job, str(request.finish_reason))
         self._send(job, step)
 
     def _fail(self, jobs: Sequence[Job], fault: Refused) -> None:
+        """`fault` is why these jobs end."""
         for job in jobs:
             self._jobs.pop(job.request, None)
             self._ended(job, fault.code or "fault")
@@ -193,5 +245,9 @@ class EngineLoop:
         try:
             job.tell(step)
         except RuntimeError:  # the handlers' event loop is closed: nobody is left to be told
-            if self._jobs.pop(job.request, None) is not None:
-                self.engine.cancel(job.request)
+            self.cancel([job])
+
+
+def _sizes(most: int) -> list[int]:
+    """Powers of two up to the next one: for these, costs are measured."""
+    return [min(2**n, most) for n in range((most - 1).bit_length() + 1)]

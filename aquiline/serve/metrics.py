@@ -1,8 +1,10 @@
 """What a server counts, for Prometheus."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from aquiline.decode.engine import Engine, Request
+
+disable_created_metrics()  # a second line for every counter
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -40,10 +42,10 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-    def look(self, engine: Engine) -> None:
-        """At how full the engine is."""
+    def look(self, engine: Engine, requests: int) -> None:
+        """At how full the engine is, of so many requests under way."""
         self.running.set(engine.running)
-        self.waiting.set(engine.waiting)
+        self.waiting.set(requests - engine.running)
         self.cache_tokens.set(sum(engine.cache.lengths))
         self.cache_limit.set(engine.cache.tokens)
 

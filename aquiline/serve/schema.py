@@ -28,6 +28,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class Generation(Body):

@@ -19,16 +19,17 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from aquiline.api import Model
 from aquiline.config import AquilineWarning, ServeConfig, UserError
 from aquiline.data.grammar import Grammars
 from aquiline.decode.engine import Engine
 from aquiline.serve.answers import Answer
-from aquiline.serve.asked import asked, count
+from aquiline.serve.asked import asked, check_name, count
 from aquiline.serve.door import LOOPBACK, Door
 from aquiline.serve.errors import Refused
+from aquiline.serve.forms import ChatAnswer, Models, ServedModel, Status, TextAnswer, documented
 from aquiline.serve.loop import EngineLoop
 from aquiline.serve.metrics import Metrics
 from aquiline.serve.reply import Places, Reply
@@ -47,7 +48,7 @@ class Service:
     def __init__(self, model: Model, config: ServeConfig) -> None:
         self.model, self.config, self.metrics = model, config, Metrics()
         self.died: Callable[[], None] = lambda: None
-        self.loop = EngineLoop(self._make_engine, self.metrics, model.watch, lambda: self.died())
+        self.loop = EngineLoop(self._make_engine, config.max_batch, self.metrics, model.watch, lambda: self.died())
         self.places = Places(config.max_batch + config.queue, config.max_batch)
         self.created = int(time.time())
         try:
@@ -61,7 +62,9 @@ class Service:
         return Engine(self.model.target, self.model.draft, self.config.max_batch, self.config.context)
 
     def reply(self, body: ChatBody | CompletionBody) -> Reply:
-        timeout = self.config.timeout if body.timeout is None else min(body.timeout, self.config.timeout)
+        timeout, most = body.timeout or self.config.timeout, self.config.timeout
+        if timeout > most:
+            raise Refused(400, f"timeout {timeout:g} is more than this server's {most:g} seconds", param="timeout")
         return Reply(
             self.loop,
             self.places,
@@ -74,12 +77,17 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return not (self.loop.dead or self.places.closed)
+        return self.loop.warm and not (self.loop.dead or self.places.closed)
 
-    def models(self) -> list[dict[str, Any]]:
-        context = self.loop.engine.context
-        entry = {"id": self.model.target_name, "object": "model", "created": self.created, "owned_by": "aquiline"}
-        return [entry | {"max_model_len": context, "draft": self.model.draft_name}]
+    def model_served(self) -> ServedModel:
+        return {
+            "id": self.model.target_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "aquiline",
+            "max_model_len": self.loop.engine.context,
+            "draft": self.model.draft_name,
+        }
 
 
 def make_app(service: Service, key: str | None = None, names: tuple[str, ...] | None = None) -> FastAPI:
@@ -101,38 +109,36 @@ def make_app(service: Service, key: str | None = None, names: tuple[str, ...] | 
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=documented(ChatAnswer, streams=True))
     async def chat_completions(body: ChatBody) -> Response:
         return service.reply(body)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=documented(TextAnswer, streams=True))
     async def completions(body: CompletionBody) -> Response:
         return service.reply(body)
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": service.models()}
+    @app.get("/v1/models", responses=documented(Models))
+    async def models() -> Models:
+        return {"object": "list", "data": [service.model_served()]}
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
-        (found,) = service.models()
-        if found["id"] != name:
-            raise Refused(404, f"model {name!r:.200} is not here", param="model", code="model_not_found")
-        return found
+    @app.get("/v1/models/{name:path}", responses=documented(ServedModel))
+    async def one_model(name: str) -> ServedModel:
+        check_name(service.model, name)
+        return service.model_served()
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
+    @app.get("/health", responses=documented(Status))
+    async def health() -> Status:
         if service.loop.dead:
             raise Refused(503, "the engine has failed", code="engine_fault")
         return {"status": "ok"}
 
-    @app.get("/ready")
-    async def ready() -> dict[str, str]:
+    @app.get("/ready", responses=documented(Status))
+    async def ready() -> Status:
         if not service.ready:
-            raise Refused(503, "the server takes no requests", code="shutting_down")
+            raise Refused(503, "the server is starting or shutting down", code="not_ready")
         return {"status": "ready"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -199,14 +205,24 @@ class _Ascii(JSONResponse):
 
 
 def _invalid(error: RequestValidationError) -> Refused:
-    """The first fault of a body, as OpenAI names it: `messages[0].role`."""
-    first = error.errors()[0]
-    path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"][1:]).lstrip(".")
-    if first["type"] == "extra_forbidden":
-        return Refused(400, f"{path} is not supported by this server; leave it out", param=path, code="unsupported")
-    if first["type"] == "json_invalid":
+    """The fault that lies deepest in a body, for of a union's kinds that is the one that was meant; its field is named
+    as OpenAI does: `messages[0].role`.
+    """
+    fault = max(error.errors(), key=lambda e: len(e["loc"]))
+    if fault["type"] == "json_invalid":
         return Refused(400, "the body is not JSON", code="invalid_json")
-    message = first["msg"].removeprefix("Value error, ")
+    path, at = "", error.body
+    for part in fault["loc"][1:]:
+        known = isinstance(part, int) or (isinstance(at, dict) and part in at) or fault["type"] == "missing"
+        if known:  # others name a kind of a union
+            path += f"[{part}]" if isinstance(part, int) else f".{part}"
+            at = at.get(part) if isinstance(at, dict) else at[part] if isinstance(at, list) else None
+    path = path.removeprefix(".")
+    if fault["type"] == "extra_forbidden":
+        return Refused(400, f"{path} is not supported by this server; leave it out", param=path, code="unsupported")
+    if not path and fault["type"] != "value_error":
+        return Refused(400, "the body must be a JSON object, sent as Content-Type: application/json", code="no_object")
+    message = fault["msg"].removeprefix("Value error, ")
     return Refused(400, f"{path}: {message}" if path else message, param=path or None, code="invalid_value")
 
 
