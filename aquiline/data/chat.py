@@ -125,7 +125,7 @@ class Chat:
             raise UserError("the text is not valid Unicode: it holds half of a surrogate pair") from error
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_kwargs: Any
+        self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **template_kwargs: Any
     ) -> list[int]:
         """Ids of a conversation, by default as a prompt: its last turn is then the user's or a tool's."""
         check_messages(messages)

@@ -91,7 +91,7 @@ def _request(
         most = body.max_completion_tokens if most is None else most
         logprobs = body.top_logprobs if logprobs else None
         grammar = _grammar(model, grammars, body)
-    tree = _tree(body)
+    tree = None if model.draft is None else _tree(body)
     return model.request(
         ids,
         max_new_tokens=model.target.config.max_positions if most is None else most,

@@ -42,6 +42,9 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
+    def turned_away(self, status: int) -> None:
+        self.refused.labels(status).inc()
+
     def look(self, engine: Engine, requests: int) -> None:
         """At how full the engine is, of so many requests under way."""
         self.running.set(engine.running)

@@ -121,6 +121,8 @@ class ChatBody(Generation):
 
     @model_validator(mode="after")
     def _agrees(self) -> "ChatBody":
+        if "add_generation_prompt" in self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs may not hold add_generation_prompt: a reply is always asked for")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens mean the same: give one of them")
         if self.top_logprobs and not self.logprobs:

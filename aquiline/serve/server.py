@@ -35,8 +35,7 @@ from aquiline.serve.metrics import Metrics
 from aquiline.serve.reply import Places, Reply
 from aquiline.serve.schema import ChatBody, CompletionBody
 
-_HEADER_BYTES = 2**15
-_CONNECTIONS = 1024
+_CONNECTIONS = 512
 _BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 16  # a body may have the larger of the two, for the whole context
 
 log = logging.getLogger("aquiline.serve")
@@ -103,8 +102,8 @@ def make_app(service: Service, key: str | None = None, names: tuple[str, ...] | 
     app = FastAPI(title="aquiline", version="1", docs_url=None, redoc_url=None, lifespan=life)
     _answer_errors(app, service)
     _add_routes(app, service)
-    context = service.loop.engine.context
-    app.add_middleware(Door, key=key, names=names, most_bytes=max(_BODY_BYTES, _BYTES_PER_TOKEN * context))
+    most = max(_BODY_BYTES, _BYTES_PER_TOKEN * service.loop.engine.context)
+    app.add_middleware(Door, key=key, names=names, most_bytes=most, count=service.metrics.turned_away)
     return app
 
 
@@ -175,7 +174,7 @@ def _page() -> tuple[bytes, str]:
 
 def _answer_errors(app: FastAPI, service: Service) -> None:
     def answer(refused: Refused) -> Response:
-        service.metrics.refused.labels(refused.status).inc()
+        service.metrics.turned_away(refused.status)
         return _Ascii(refused.body, refused.status, refused.headers)
 
     @app.exception_handler(Refused)
@@ -212,9 +211,9 @@ def _invalid(error: RequestValidationError) -> Refused:
     if fault["type"] == "json_invalid":
         return Refused(400, "the body is not JSON", code="invalid_json")
     path, at = "", error.body
-    for part in fault["loc"][1:]:
-        known = isinstance(part, int) or (isinstance(at, dict) and part in at) or fault["type"] == "missing"
-        if known:  # others name a kind of a union
+    for depth, part in enumerate(fault["loc"][1:], 2):
+        missing = fault["type"] == "missing" and depth == len(fault["loc"])
+        if missing or isinstance(part, int) or (isinstance(at, dict) and part in at):  # others name a kind of a union
             path += f"[{part}]" if isinstance(part, int) else f".{part}"
             at = at.get(part) if isinstance(at, dict) else at[part] if isinstance(at, list) else None
     path = path.removeprefix(".")
@@ -259,8 +258,8 @@ def make_server(service: Service, key: str | None = None) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         limit_concurrency=_CONNECTIONS,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
         timeout_graceful_shutdown=None,
     )
     return Server(config, service)
