@@ -1,6 +1,7 @@
 """A server in a thread of the tests, and ways to hold its engine still."""
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,8 +22,12 @@ class Served:
 
     service: server.Service
     server: server.Server
-    address: str
+    listening: socket.socket
     key: str | None = None
+
+    @property
+    def address(self) -> str:
+        return "{}:{}".format(*self.listening.getsockname()[:2])
 
     def client(self, **settings) -> openai.OpenAI:
         return openai.OpenAI(**self._where(settings))
@@ -45,7 +50,7 @@ def serving(model: Model, key: str | None = None, **settings) -> Iterator[Served
     thread.start()
     try:
         until(lambda: service.ready and running.started)
-        yield Served(service, running, "{}:{}".format(*listening.getsockname()[:2]), key)
+        yield Served(service, running, listening, key)
     finally:
         running.should_exit = True
         thread.join(WAIT)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import re
+import signal
 import socket
 import time
 import warnings
@@ -238,7 +239,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.places.closed:
-            self.should_exit = self.force_exit = True
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
         self._service.places.closed = True
 
     async def on_tick(self, counter: int) -> bool:

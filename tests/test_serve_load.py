@@ -1,0 +1,449 @@
+"""The server under load, and when things fail: queue, deadlines, clients that leave, faults, signals, odd bodies."""
+
+import asyncio
+import gc
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import openai
+import pytest
+
+from aquiline.decode.engine import Request
+from aquiline.serve.answers import Answer
+from aquiline.serve.loop import Job
+from tests.serving import WAIT, Gate, serving, until
+from tests.test_api import folders, load  # noqa: F401 (a fixture)
+from tests.test_serve import HI, TREE, ask, error_of, joined, no_cache, post, text_of  # noqa: F401 (a fixture)
+from tests.tiny_chat import user
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the draft's tokens are hardly ever accepted", "ignore:in .* steps no drafted tree"
+)
+
+
+@pytest.fixture
+def quick(folders, no_cache):  # noqa: F811
+    """Two slots, two places in the queue, and no draft: a step is a token."""
+    with serving(load(folders, "none"), max_batch=2, queue=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(folders):  # noqa: F811
+    return load(folders, "none")
+
+
+def in_thread(work):
+    """Start it; returns a function that waits for what it returns or raises."""
+    found: list = []
+
+    def run():
+        try:
+            found.append((work(), None))
+        except Exception as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(WAIT)
+        ((value, error),) = found
+        if error is not None:
+            raise error
+        return value
+
+    return result
+
+
+def taken(service, jobs: int) -> None:
+    """Wait until the loop has so many."""
+    loop = service.loop
+    until(lambda: len(loop._jobs) + sum(map(len, loop._coming)) == jobs)
+
+
+def idle(service) -> bool:
+    """Nothing of any call is left."""
+    loop = service.loop
+    kept = loop._jobs or loop._calls or loop._coming or loop.engine.busy
+    return not kept and service.places.taken == 0
+
+
+def test_a_full_queue_is_said_at_once_and_nobody_in_it_is_lost(quick, alone):
+    gate = Gate(quick.service)
+    expected = [alone.generate(HI, max_new_tokens=9, temperature=1.0, seed=n).text for n in range(4)]
+    client = quick.client()
+    calls = [in_thread(lambda n=n: ask(client, max_tokens=9, temperature=1, seed=n)) for n in range(4)]
+    taken(quick.service, 4)
+    with pytest.raises(openai.RateLimitError) as busy:
+        ask(client)
+    assert busy.value.code == "queue_full"
+    assert int(busy.value.response.headers["Retry-After"]) >= 1
+    with pytest.raises(openai.RateLimitError):
+        ask(client, n=2)
+    with pytest.raises(openai.BadRequestError):  # it never fits
+        ask(client, n=5)
+    gate.open()
+    assert [text_of(call()) for call in calls] == expected
+    until(lambda: idle(quick.service))
+    assert text_of(ask(client, max_tokens=9, temperature=1, seed=2)) == expected[2]
+
+
+def test_the_official_client_waits_and_tries_again(quick):
+    gate = Gate(quick.service)
+    calls = [in_thread(lambda: ask(quick.client(), max_tokens=3)) for _ in range(4)]
+    taken(quick.service, 4)
+    patient = in_thread(lambda: ask(quick.client(max_retries=4), max_tokens=3))
+    until(lambda: quick.service.metrics.registry.get_sample_value("aquiline_refused_total", {"status": "429"}))
+    gate.open()
+    assert len({text_of(call()) for call in (*calls, patient)}) == 1
+
+
+def test_calls_of_many_take_turns_with_the_others(quick):
+    gate = Gate(quick.service)
+    client = quick.client()
+    many = in_thread(lambda: ask(client, n=3, max_tokens=3, temperature=1))
+    taken(quick.service, 3)
+    one = in_thread(lambda: ask(client, max_tokens=3))
+    taken(quick.service, 4)
+    gate.let(1)
+    until(lambda: quick.service.metrics.registry.get_sample_value("aquiline_requests_running") == 2)
+    first = [request for request, _ in quick.service.loop.engine._running]
+    assert {request.sampling.temperature for request in first} in ({0.0, 1.0}, {1.0})
+    gate.let(4)
+    left = list(quick.service.loop._jobs)
+    assert all(request.sampling.temperature == 1.0 for request in left)  # who came last is through
+    gate.open()
+    assert len(many().choices) == 3
+    one()
+
+
+def test_a_client_that_leaves_frees_its_slot_within_a_cycle(quick):
+    gate = Gate(quick.service)
+    client = quick.client()
+    stream = in_thread(lambda: ask(client, stream=True, max_tokens=400))
+    waiting = in_thread(lambda: ask(quick.client(timeout=0.2), max_tokens=400))  # not streamed
+    taken(quick.service, 2)
+    gate.let(2)
+    chunks = stream()
+    assert next(iter(chunks)).choices[0].delta.role == "assistant"
+    engine = quick.service.loop.engine
+    assert engine.running == 2
+    chunks.close()
+    with pytest.raises(openai.APITimeoutError):
+        waiting()
+    until(lambda: len(quick.service.loop._leaving) >= 2)
+    gate.let(2)  # one that was waited in already, one that comes after it
+    assert engine.running == 0
+    until(lambda: idle(quick.service))
+    ended = {"finish": "disconnected"}
+    assert quick.service.metrics.registry.get_sample_value("aquiline_requests_total", ended) == 2
+    gate.open()
+    assert ask(client, max_tokens=3).usage.completion_tokens == 3
+
+
+def test_who_leaves_the_queue_is_never_run(quick):
+    gate = Gate(quick.service)
+    running = [in_thread(lambda: ask(quick.client(), max_tokens=5)) for _ in range(2)]
+    taken(quick.service, 2)
+    for _ in range(3):
+        with pytest.raises(openai.APITimeoutError):
+            ask(quick.client(timeout=0.1), max_tokens=5)
+        until(lambda: quick.service.places.taken == 2)
+    gate.open()
+    assert len({text_of(call()) for call in running}) == 1
+    until(lambda: idle(quick.service))
+    assert quick.service.metrics.registry.get_sample_value("aquiline_generated_tokens_total") == 10
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error(quick):
+    for extra in ({}, {"stream": True}):
+        with pytest.raises(openai.APIStatusError) as late:
+            ask(quick.client(), extra_body={"timeout": 1e-9}, **extra)
+        assert (late.value.status_code, late.value.code) == (504, "timeout")
+    gate = Gate(quick.service)
+    stream = in_thread(lambda: ask(quick.client(), stream=True, max_tokens=50))
+    whole = in_thread(lambda: ask(quick.client(), max_tokens=50))
+    taken(quick.service, 2)
+    gate.let(2)
+    chunks = iter(stream())
+    next(chunks)
+    for job in list(quick.service.loop._jobs.values()):
+        job.deadline = 0.0
+    gate.let(1)
+    with pytest.raises(openai.APIError, match="longer than its timeout"):
+        list(chunks)
+    with pytest.raises(openai.APIStatusError) as late:
+        whole()
+    assert late.value.status_code == 504
+    gate.open()
+    until(lambda: idle(quick.service))
+
+
+def test_an_error_in_a_stream_is_its_end(quick):
+    gate = Gate(quick.service)
+    sent = in_thread(lambda: post(quick, {"messages": HI, "max_tokens": 50, "stream": True}))
+    taken(quick.service, 1)
+    gate.let(2)
+    until(lambda: any(job.told_ids for job in quick.service.loop._jobs.values()))
+    for job in list(quick.service.loop._jobs.values()):
+        job.deadline = 0.0
+    gate.open()
+    status, _, data = sent()
+    *_, last, rest = data.decode().split("\n\n")
+    assert (status, rest) == (200, "")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+
+
+def test_an_engine_that_fails_takes_those_in_flight_with_it_and_no_others(quick, alone, caplog):
+    gate = Gate(quick.service)
+    client, engine = quick.client(), quick.service.loop.engine
+    stream = in_thread(lambda: ask(client, stream=True, max_tokens=50))
+    taken(quick.service, 1)
+    whole = in_thread(lambda: ask(client, max_tokens=50))
+    taken(quick.service, 2)
+    gate.let(2)
+    until(lambda: engine.running == 2)
+    queued = [in_thread(lambda: ask(client, max_tokens=9)) for _ in range(2)]
+    taken(quick.service, 4)
+    chunks = iter(stream())
+    next(chunks)
+    engine._step = lambda: 1 / 0
+    gate.let(1)
+    with pytest.raises(openai.APIError, match="the engine has failed"):
+        list(chunks)
+    with pytest.raises(openai.InternalServerError) as failed:
+        whole()
+    assert failed.value.code == "engine_fault"
+    assert "division" not in failed.value.message
+    expected = alone.generate(HI, max_new_tokens=9).text
+    assert {text_of(call()) for call in queued} == {expected}
+    assert quick.service.loop.engine is not engine
+    assert quick.service.metrics.registry.get_sample_value("aquiline_engine_faults_total") == 1
+    assert "ZeroDivisionError" in caplog.text
+    until(lambda: idle(quick.service))
+    assert post(quick, b"", "/health", method="GET")[0] == 200
+
+
+def test_an_engine_that_cannot_be_replaced_ends_the_server(folders, no_cache, caplog):  # noqa: F811
+    with serving(load(folders, "none"), max_batch=2, queue=2) as running:
+        gate = Gate(running.service)
+        calls = [in_thread(lambda: ask(running.client(), max_tokens=50)) for _ in range(3)]
+        taken(running.service, 3)
+        gate.let(2)
+        running.service.loop.engine._step = lambda: 1 / 0
+        running.service.loop._make_engine = lambda: 1 / 0
+        gate.let(1)
+        codes = set()
+        for call in calls:
+            with pytest.raises(openai.InternalServerError) as failed:
+                call()
+            codes.add(failed.value.status_code)
+        assert codes == {500, 503}
+        assert running.service.loop.dead
+        until(lambda: running.server.should_exit)
+
+
+def test_who_does_not_read_loses_the_connection(quick, monkeypatch):
+    monkeypatch.setattr("aquiline.serve.reply._SEND_SECONDS", 0.2)
+    host, port = quick.address.split(":")
+    quick.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those accepted there have it, too
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    listener.connect((host, int(port)))
+    body = {"messages": HI, "max_tokens": 100, "stream": True, "logprobs": True, "top_logprobs": 20}
+    data = json.dumps(body).encode()
+    listener.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(data) + data
+    )
+    taken(quick.service, 1)
+    until(lambda: idle(quick.service))
+    listener.settimeout(WAIT)
+    received = b"".join(iter(lambda: listener.recv(2**16), b""))
+    assert b"data: " in received
+    assert b"[DONE]" not in received
+    listener.close()
+
+
+def test_a_reply_is_the_same_among_sixteen_others(folders, no_cache):  # noqa: F811
+    model = load(folders)
+    expected = model.generate(HI, max_new_tokens=30).text
+    sampled = model.generate(HI, max_new_tokens=30, temperature=1.0, seed=5).text
+    others = [f"other {n} {'x' * n}" for n in range(16)]
+    texts = [model.generate(text, max_new_tokens=20 + n).text for n, text in enumerate(others)]
+    with serving(load(folders), max_batch=18) as running:
+        client = running.client()
+        assert text_of(ask(client, max_tokens=30)) == expected
+        calls = [
+            in_thread(lambda n=n, text=text: ask(client, [user(text)], max_tokens=20 + n))
+            for n, text in enumerate(others)
+        ]
+        among = in_thread(lambda: ask(client, max_tokens=30))
+        seeded = in_thread(lambda: ask(client, max_tokens=30, temperature=1, seed=5, stream=True))
+        assert text_of(among()) == expected
+        assert joined(seeded()) == sampled
+        assert [text_of(call()) for call in calls] == texts
+
+
+CLIENTS, REQUESTS = 64, 4
+INVALID = [{"temperature": 9}, {"tools": []}, {"messages": []}, {"messages": [user("a" * 999)]}, {"max_tokens": 0}]
+
+
+async def one_client(client, number, expected, seen):
+    """Some requests one after another: whole, streamed, left in mid-stream, invalid."""
+    for turn in range(REQUESTS):
+        rng = random.Random(number * REQUESTS + turn)
+        key = rng.choice(list(expected))
+        prompt, seed, length = key
+        body = {"model": "target", "messages": [user(prompt)], "max_tokens": length, "temperature": 1, "seed": seed}
+        way = ("leave", "stream", "whole")[(number + turn) % 3]
+        if rng.random() < 0.2:
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(**body | {"extra_body": rng.choice(INVALID)})
+            seen.append(("invalid", None))
+        if way == "whole":
+            answer = await client.chat.completions.create(**body)
+            assert text_of(answer) == expected[key]
+            seen.append(("whole", answer.id))
+            continue
+        stream = await client.chat.completions.create(**body, stream=True)
+        text, chunks, name = "", rng.randint(1, 4), None
+        async for chunk in stream:
+            name = name or chunk.id
+            assert chunk.id == name
+            text += chunk.choices[0].delta.content or ""
+            chunks -= 1
+            if way == "leave" and chunks == 0:
+                break
+        await stream.close()
+        assert text == expected[key] if way == "stream" else expected[key].startswith(text)
+        seen.append((way, name))
+
+
+def test_many_clients_some_of_which_leave(folders, no_cache):  # noqa: F811
+    model = load(folders)
+    rng = random.Random(0)
+    asked = {(f"{word} {'y' * rng.randint(0, 60)}", rng.randint(0, 9), rng.randint(3, 16)) for word in "abcdefghijkl"}
+    expected = {
+        (prompt, seed, length): model.generate(prompt, max_new_tokens=length, temperature=1.0, seed=seed).text
+        for prompt, seed, length in sorted(asked)
+    }
+
+    async def crowd(running, clients, seen):
+        async with running.async_client() as client:
+            await asyncio.gather(*(one_client(client, n, expected, seen) for n in range(clients)))
+
+    def alive():
+        gc.collect()
+        return sum(isinstance(thing, (Request, Job, Answer)) for thing in gc.get_objects())
+
+    with serving(load(folders), max_batch=8, queue=CLIENTS) as running:
+        service = running.service
+        before, sizes, left, ran = alive(), [], 0, 0
+        for clients in (CLIENTS // 4, CLIENTS):
+            seen: list = []
+            asyncio.run(crowd(running, clients, seen))
+            until(lambda: idle(service))
+            names = [name for _, name in seen if name is not None]
+            assert len(names) == len(set(names)) == clients * REQUESTS
+            ran += len(names)
+            left += sum(way == "leave" for way, _ in seen)
+            counted = {
+                sample.labels["finish"]: sample.value
+                for family in service.metrics.registry.collect()
+                for sample in family.samples
+                if sample.name == "aquiline_requests_total"
+            }
+            assert sum(counted.values()) == ran
+            assert 0 < counted["disconnected"] <= left
+            assert set(counted) <= {"length", "stop", "disconnected"}
+            assert service.loop.engine.running == service.loop.engine.waiting == 0
+            until(lambda: alive() <= before)
+            sizes.append(resident())
+        assert sizes[1] - sizes[0] < 16 * 2**20
+        assert sum(service.loop.engine.cache.lengths) <= service.loop.engine.cache.tokens
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def start(folders, *more):  # noqa: F811
+    """The command, in a process of its own; (process, address)."""
+    command = [sys.executable, "-m", "aquiline", "serve", "--target", str(folders / "target"), "--draft", "none",
+               "--device", "cpu", "--dtype", "float32", "--port", "0", "--max-batch", "4", *more]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if found := re.match(r"serving at http://(\S+)", line):
+            break
+    else:
+        raise AssertionError("".join(said))
+    threading.Thread(target=lambda: said.extend(process.stderr), daemon=True).start()
+
+    where = SimpleNamespace(address=found[1], said=said, process=process)
+    until(lambda: ready(where))
+    return where
+
+
+def ready(where) -> bool:
+    try:
+        return post(where, b"", "/ready", method="GET")[0] == 200
+    except OSError:
+        return False
+
+
+def client_of(where, **more):
+    return openai.OpenAI(base_url=f"http://{where.address}/v1", api_key="k", max_retries=0, timeout=WAIT, **more)
+
+
+def test_the_first_signal_lets_what_runs_end(folders, alone):  # noqa: F811
+    where = start(folders)
+    expected = alone.generate(HI, max_new_tokens=200).text
+    calls = [in_thread(lambda: ask(client_of(where), max_tokens=200)) for _ in range(6)]
+    calls += [in_thread(lambda: joined(list(ask(client_of(where), max_tokens=200, stream=True)))) for _ in range(6)]
+    metric = r"aquiline_requests_(running|waiting) (\d+)"
+
+    def under_way():
+        text = post(where, b"", "/metrics", method="GET")[2].decode()
+        return sum(int(count) for _, count in re.findall(metric, text))
+
+    until(lambda: under_way() == 12)
+    where.process.send_signal(signal.SIGTERM)
+    refused = set()
+    while not refused:
+        try:
+            ask(client_of(where), max_tokens=2)
+        except openai.InternalServerError as error:
+            refused.add(error.code)
+        except openai.APIConnectionError:
+            refused.add("gone")
+    assert refused <= {"shutting_down", "gone"}
+    texts = [call() for call in calls]
+    assert {text if isinstance(text, str) else text_of(text) for text in texts} == {expected}
+    assert where.process.wait(WAIT) == 0
+    assert "hi there" not in "".join(where.said)  # the log holds no prompt
+
+
+def test_the_second_signal_ends_at_once(folders):  # noqa: F811
+    where = start(folders, "--max-batch", "1")
+    call = in_thread(lambda: ask(client_of(where), max_tokens=400, n=8))
+    time.sleep(0.1)
+    where.process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    where.process.send_signal(signal.SIGTERM)
+    assert where.process.wait(WAIT) == -signal.SIGTERM
+    with pytest.raises(openai.APIConnectionError):
+        call()
