@@ -44,7 +44,7 @@ class Generation(Body):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, lt=2**31, description="0 is off.")
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100, description="Over prompt and output; 1 is off.")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Over prompt and output; 1 is off.")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = {}
