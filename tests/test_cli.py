@@ -40,6 +40,10 @@ FLAGS = {
         "--pause-file", "--allow-load", "--batch", "--repeats",
     },
     "plot": set(),
+    "serve": {
+        "--target", "--draft", "--dtype", "--device", "--template-kwarg", "--host", "--port", "--max-batch", "--queue",
+        "--context", "--timeout", "--api-key-file",
+    },
     "export-target": set(),
     "convert": {"--to", "--target", "--force"},
     "train": {

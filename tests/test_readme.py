@@ -15,6 +15,7 @@ import torch
 from aquiline.cli import main as cli
 from aquiline.config import UserError
 from aquiline.files import checkpoint
+from aquiline.serve.server import Server
 from tests.test_api import make_draft
 from tests.test_cli import verbs
 from tests.test_invent import make_writing_target, writing_chat
@@ -32,6 +33,7 @@ TINY = {
     "eval": f"{SMALL} --device cpu",
     "bench": f"{SMALL} --device cpu --repeats 1 --allow-load",
     "plot": "",
+    "serve": "--device cpu --dtype float32 --port 0",
     "train": "--device cpu --dtype float32 --draft-vocab-size 100 --held-out 2",
     "data answer": f"{SMALL} --device cpu",
     "data invent": f"{SMALL} --device cpu --count 2",
@@ -39,7 +41,7 @@ TINY = {
     "export-target": "",
     "convert": "",
 }
-SILENT = {"plot", "train", "export-target", "data answer", "data invent"}  # they write files
+SILENT = {"plot", "serve", "train", "export-target", "data answer", "data invent"}  # they write files
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("the draft's tokens are", "the data has")]
 
@@ -55,6 +57,11 @@ def folder_of_its_own(tmp_path, monkeypatch):
             checkpoint, name, lambda spec, find=find, tiny=tiny: tiny if spec == "default" else find(spec)
         )
     shutil.copytree(tmp_path / "models/target", tmp_path / "my-model")
+
+    async def ends_at_once(self, counter):
+        return True
+
+    monkeypatch.setattr(Server, "on_tick", ends_at_once)
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("".join(f"Say {n}.\n" for n in range(6)))
     for name in ("mt_bench", "gsm8k"):
