@@ -655,7 +655,6 @@ def test_headers_have_a_limit(served):
 def test_where_it_listens():
     assert ServeConfig().host == "127.0.0.1"
     taken = server.bind(ServeConfig(port=0))
-    taken.listen()
     with pytest.raises(UserError, match=r"cannot listen at 127\.0\.0\.1, port"):
         server.bind(ServeConfig(port=taken.getsockname()[1]))
     taken.close()

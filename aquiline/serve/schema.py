@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST_CHOICES = 16  # of one call, for each of its prompts
-MOST_PROMPTS = 64
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
