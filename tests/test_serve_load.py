@@ -18,6 +18,9 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from aquiline.cli import main as cli
+from aquiline.cli import serve
+from aquiline.config import UserError
 from aquiline.decode.engine import Request
 from aquiline.serve.answers import Answer
 from aquiline.serve.loop import Job
@@ -252,6 +255,29 @@ def test_an_engine_that_cannot_be_replaced_ends_the_server(folders, no_cache, ca
         assert codes == {500, 503}
         assert running.service.loop.dead
         until(lambda: running.server.should_exit)
+
+
+def test_the_command_fails_with_its_engine(folders, monkeypatch, capsys):  # noqa: F811
+    switch = sys.getswitchinterval()
+    monkeypatch.setattr("aquiline.serve.loop.EngineLoop._try", lambda *_: 1 / 0)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--target", str(folders / "target"), "--draft", "none", "--port", "0", "--host", "0.0.0.0"])
+    sys.setswitchinterval(switch)
+    assert ended.value.code == 1
+    assert "there is no API key" in capsys.readouterr().err
+
+
+def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv(serve.KEY, raising=False)
+    assert serve._key(None) is None
+    monkeypatch.setenv(serve.KEY, "one")
+    assert serve._key(None) == "one"
+    (tmp_path / "key").write_text("two\n")
+    assert serve._key(tmp_path / "key") == "two"
+    (tmp_path / "key").write_text("\n")
+    for path in (tmp_path / "key", tmp_path / "none"):
+        with pytest.raises(UserError, match="key"):
+            serve._key(path)
 
 
 def test_who_does_not_read_loses_the_connection(quick, monkeypatch):
