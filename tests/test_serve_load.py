@@ -219,6 +219,8 @@ def test_an_engine_that_fails_takes_those_in_flight_with_it_and_no_others(quick,
     until(lambda: engine.running == 2)
     queued = [in_thread(lambda: ask(client, max_tokens=9)) for _ in range(2)]
     taken(quick.service, 4)
+    gate.let(2)
+    until(lambda: not quick.service.loop._coming)  # they wait in the loop, no longer in front of it
     chunks = iter(stream())
     next(chunks)
     engine._step = lambda: 1 / 0
@@ -236,6 +238,13 @@ def test_an_engine_that_fails_takes_those_in_flight_with_it_and_no_others(quick,
     assert "ZeroDivisionError" in caplog.text
     until(lambda: idle(quick.service))
     assert post(quick, b"", "/health", method="GET")[0] == 200
+
+
+def test_a_request_that_has_not_begun_goes_to_the_next_engine(quick, alone, caplog):
+    quick.service.loop.engine._step = lambda: 1 / 0
+    assert text_of(ask(quick.client(), max_tokens=9)) == alone.generate(HI, max_new_tokens=9).text
+    assert quick.service.metrics.registry.get_sample_value("aquiline_engine_faults_total") == 1
+    until(lambda: idle(quick.service))
 
 
 def test_an_engine_that_cannot_be_replaced_ends_the_server(folders, no_cache, caplog):  # noqa: F811
