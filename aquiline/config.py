@@ -281,7 +281,7 @@ class SamplingConfig:
         )
         number("top_p", 0.0, 1.0, above=True)
         number("min_p", 0.0, 1.0)
-        number("repetition_penalty", 0.0, 100.0, above=True)
+        number("repetition_penalty", 0.01, 100.0)  # logits are divided by it, and must stay numbers
         number("presence_penalty", -100.0, 100.0)
         number("frequency_penalty", -100.0, 100.0)
         require(0 <= self.seed < 2**63, f"seed {self.seed} must be between 0 and 2**63-1")

@@ -102,7 +102,7 @@ class Bench:
 
     @staticmethod
     def prepare(args: argparse.Namespace) -> "Bench":
-        dtype = pick_dtype(None, args.target, torch.device("cpu"))
+        dtype = pick_dtype(None, args.target, torch.device("cpu"), trains=True)
         target, chat = checkpoint.load_target(args.target, dtype), load_chat(args.target)
         base = TrainConfig(
             batch_tokens=args.batch_tokens, held_out=args.held_out, save_every=25, eval_every=10**9, decode_every=0

@@ -1,6 +1,7 @@
 """The Python API on tiny models on disk: generate, stream, conversations, what load refuses, what is warned of."""
 
 import dataclasses
+import itertools
 import json
 import warnings
 
@@ -164,10 +165,13 @@ def test_template_arguments_reach_every_prompt_and_are_compared_with_those_of_th
 
 def test_the_default_dtype_is_the_weights_own_where_that_is_fast(folders, tmp_path, monkeypatch):
     cpu = torch.device("cpu")
-    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+    for fast, kernel in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(api, "fast_bf16", lambda kind, fast=fast: fast)
-        assert api.pick_dtype(None, folders / "target", cpu) == expected
-        assert api.pick_dtype("bfloat16", folders / "target", cpu) == torch.bfloat16
+        monkeypatch.setattr(api, "usable", lambda dtype, device, kernel=kernel: kernel)
+        for trains in (True, False):
+            expected = torch.bfloat16 if fast or (kernel and not trains) else torch.float32
+            assert api.pick_dtype(None, folders / "target", cpu, trains=trains) == expected
+            assert api.pick_dtype("bfloat16", folders / "target", cpu, trains=trains) == torch.bfloat16
     monkeypatch.setattr(api, "fast_bf16", lambda kind: True)
     for stored in ("float32", "float16"):  # float16 is not fast on a CPU
         (tmp_path / "config.json").write_text(f'{{"torch_dtype": "{stored}"}}')

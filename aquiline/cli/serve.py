@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +59,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     address, number = listening.getsockname()[:2]
     note(f"serving at http://{f'[{address}]' if ':' in address else address}:{number}")
+    sys.setswitchinterval(0.001)  # so long, at most, a handler waits while the engine is in Python, not in the kernel
     server.make_server(service, key).run([listening])
     if service.loop.dead:
         raise typer.Exit(1)

@@ -128,7 +128,7 @@ def train(
     )
     where = _own_device(device)
     processes = Processes.joined(where)
-    kind = api.pick_dtype(dtype, target, where)
+    kind = api.pick_dtype(dtype, target, where, trains=True)
     chat = api.load_chat(target)
     run = TrainingRun.prepare(
         data, out, target, chat, config,

@@ -365,7 +365,8 @@ def _check_info(info: DraftInfo, rope: str, target: Target, tokenizer: str | Non
         )
     elif rope:
         notes.append(rope.strip())
-    if now.target_dtype != info.target_dtype:
+    # Whether a target computes in bf16 or in float32 does not show in acceptance (LOG.md).
+    if now.target_dtype != info.target_dtype and {now.target_dtype, info.target_dtype} != {"bfloat16", "float32"}:
         notes.append(f"the draft was trained on a {info.target_dtype} target and runs on a {now.target_dtype} one")
     if now.template != info.template:
         notes.append(f"the draft was trained with chat template {info.template}, here it is {template}")

@@ -39,7 +39,7 @@ inline int64_t up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
 #if defined(__AVX512F__)
 typedef __m512 Part;
 typedef __m512i IntPart;
-constexpr int kParts = 1, kRows = 8, kColumns = 4;  // rows that share a weight in fma_gemm; Vs that share one in mix
+constexpr int kParts = 1, kColumns = 4;  // Vs that share a weight in mix
 #define AQ(name) _mm512_##name
 inline IntPart widen_part(const bf16* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 inline IntPart int_part(const bf16* p) { return _mm512_loadu_si512(p); }
@@ -52,7 +52,7 @@ inline IntPart high_half(IntPart x) { return _mm512_and_si512(x, _mm512_set1_epi
 #else
 typedef __m256 Part;
 typedef __m256i IntPart;
-constexpr int kParts = 2, kRows = 4, kColumns = 1;
+constexpr int kParts = 2, kColumns = 1;
 #define AQ(name) _mm256_##name
 inline IntPart widen_part(const bf16* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline IntPart int_part(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
@@ -83,6 +83,13 @@ inline V load(const float* p) {
 }
 inline V load(const bf16* p) {
   return each([&](int i) { return as_float(AQ(slli_epi32)(widen_part(p + i * kPart), 16)); });
+}
+// Of 16 pairs the one halves.
+inline V lower(const bf16* p) {
+  return each([&](int i) { return as_float(AQ(slli_epi32)(int_part(p + i * 2 * kPart), 16)); });
+}
+inline V upper(const bf16* p) {
+  return each([&](int i) { return as_float(high_half(int_part(p + i * 2 * kPart))); });
 }
 inline void store(float* p, V v) {
   for (int i = 0; i < kParts; i++) AQ(storeu_ps)(p + i * kPart, v.p[i]);
@@ -298,12 +305,62 @@ inline void tile_gemm(const bf16*, int64_t, const bf16*, const bf16*, int64_t, f
 inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 #endif
 
+// Of the blocks to come: with several rows there is time for it.
+inline void fetch(const bf16* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+
+// R rows x B blocks, the sum over `in` in order. Out: float32 [B][R][16]. A sum waits for its last addition, and a block
+// is a stream of its own: with enough sums at once the one, and with several blocks the memory's latency, is hidden.
+template <int R, int B>
+struct Sums {
+  V of[B][R];
+  Sums() {
+    for (auto& block : of)
+      for (V& sum : block) sum = splat(0);
+  }
+  // One more input of every row: row r's is x[r * ldx].
+  __attribute__((always_inline)) void add(const V (&weights)[B], const float* x, int64_t ldx) {
+    for (int r = 0; r < R; r++) {
+      V input = splat(x[r * ldx]);
+      for (int b = 0; b < B; b++) of[b][r] = fma(input, weights[b], of[b][r]);
+    }
+  }
+  void store_to(float* out) const {
+    for (int b = 0; b < B; b++)
+      for (int r = 0; r < R; r++) store(out + (b * R + r) * kBlock, of[b][r]);
+  }
+};
+template <int R, int B>
+inline void gemm(const float* x, int64_t ldx, const float* w, int64_t in, float* out) {
+  Sums<R, B> sums;
+  for (int64_t k = 0; k < in; k++) {
+    V weights[B];
+    for (int b = 0; b < B; b++) weights[b] = load(w + (b * in + k) * kBlock);
+    sums.add(weights, x + k, ldx);
+  }
+  sums.store_to(out);
+}
+template <int R, int B>
+inline void gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
+  Sums<R, B> sums;
+  for (int64_t k = 0; k < in; k += 2) {
+    V weights[B];
+    for (int b = 0; b < B; b++) {
+      const bf16* at = w + (b * in + k) * kBlock;
+      if (R > 2) fetch(at + B * in * kBlock);
+      weights[b] = lower(at);
+    }
+    sums.add(weights, x + k, ldx);
+    for (int b = 0; b < B; b++) weights[b] = upper(w + (b * in + k) * kBlock);
+    sums.add(weights, x + k + 1, ldx);
+  }
+  sums.store_to(out);
+}
+
 #if defined(__AVX512BF16__)
 constexpr bool kHasDots = true;
-// R rows x B blocks by dot products of two bf16 each, the sum over `in` in order. Out: float32 [B][R][16]. Several blocks
-// at once, because each is a stream of its own: more of them in flight hide more of the memory's latency than one does.
+// By dot products of two bf16 each.
 template <int R, int B>
-inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
+inline void gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
   __m512 acc[B][R];
   for (auto& of_block : acc)
     for (__m512& a : of_block) a = _mm512_setzero_ps();
@@ -311,7 +368,7 @@ inline void dot_gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, floa
     __m512bh weights[B];
     for (int b = 0; b < B; b++) {
       const bf16* at = w + (b * in + k) * kBlock;
-      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(at + B * in * kBlock), _MM_HINT_T1);  // the blocks to come
+      if (R > 2) fetch(at + B * in * kBlock);
       weights[b] = (__m512bh)_mm512_loadu_si512(at);
     }
     for (int r = 0; r < R; r++) {
@@ -345,58 +402,30 @@ constexpr bool kHasDots = false;
 template <int K>
 inline void dot_scores(const bf16*, const bf16*, int64_t, float*) {}
 template <int R, int B>
-inline void dot_gemm(const bf16*, int64_t, const bf16*, int64_t, float*) {}
+inline void gemm(const bf16*, int64_t, const bf16*, int64_t, float*) {}
 #endif
-constexpr int kDotRows = 8;
-template <int B>
-void multiply_dots(const bf16* x, int64_t ldx, int64_t rows, const bf16* w, int64_t in, float* out) {
-  if (rows == 1) return dot_gemm<1, B>(x, ldx, w, in, out);
-  if (rows == 2) return dot_gemm<2, B>(x, ldx, w, in, out);
-  if (rows == 3) return dot_gemm<3, B>(x, ldx, w, in, out);
-  if (rows == 4) return dot_gemm<4, B>(x, ldx, w, in, out);
-  if (rows == 5) return dot_gemm<5, B>(x, ldx, w, in, out);
-  if (rows == 6) return dot_gemm<6, B>(x, ldx, w, in, out);
-  if (B < 4 && rows == 7) return dot_gemm<7, B < 4 ? B : 1>(x, ldx, w, in, out);
-  if (B < 4) return dot_gemm<8, B < 4 ? B : 1>(x, ldx, w, in, out);
+
+// How many blocks so many rows share: as many sums as fit into the registers beside the weights and an input.
+constexpr int kMostRows = kParts == 1 ? 8 : 6;
+constexpr int blocks_at_once(int rows) {
+  return kParts == 1 ? (rows <= 6 ? 4 : 3) : rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1;
 }
 
-// R rows x 16 outputs by fused multiply-add, the sum over `in` in order.
-template <int R>
-inline void fma_gemm(const float* x, int64_t ldx, const float* w, int64_t in, float* out) {
-  V acc[R];
-  for (V& a : acc) a = splat(0);
-  for (int64_t k = 0; k < in; k++) {
-    V weight = load(w + k * kBlock);
-    for (int r = 0; r < R; r++) acc[r] = fma(splat(x[r * ldx + k]), weight, acc[r]);
-  }
-  for (int r = 0; r < R; r++) store(out + r * kBlock, acc[r]);
-}
-template <int R>
-inline void fma_gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
-  V acc[R];
-  for (V& a : acc) a = splat(0);
-  for (int64_t k = 0; k < in; k += 2) {
-    const bf16* pairs = w + k * kBlock;  // the even inputs' weights are the lower halves
-    V even = each([&](int i) { return as_float(AQ(slli_epi32)(int_part(pairs + i * 2 * kPart), 16)); });
-    V odd = each([&](int i) { return as_float(high_half(int_part(pairs + i * 2 * kPart))); });
-    for (int r = 0; r < R; r++) {
-      acc[r] = fma(splat(x[r * ldx + k]), even, acc[r]);
-      acc[r] = fma(splat(x[r * ldx + k + 1]), odd, acc[r]);
-    }
-  }
-  for (int r = 0; r < R; r++) store(out + r * kBlock, acc[r]);
-}
-template <typename T>
-void multiply_add(const float* x, int64_t ldx, int64_t rows, const T* weight, int64_t in, float* out) {
-  if (rows == 1) return fma_gemm<1>(x, ldx, weight, in, out);
-  if (rows == 2) return fma_gemm<2>(x, ldx, weight, in, out);
-  if (rows <= 4) return fma_gemm<4>(x, ldx, weight, in, out);
-  fma_gemm<kRows>(x, ldx, weight, in, out);
+// Up to `count` blocks for R or fewer rows; returns how many it were.
+template <int R, typename X, typename W>
+int64_t multiply(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t in, int64_t count, float* out) {
+  if constexpr (R > 1)
+    if (rows < R) return multiply<R - 1>(x, ldx, rows, w, in, count, out);
+  constexpr int most = blocks_at_once(R);
+  if (most >= 4 && count >= 4) return gemm<R, std::min(most, 4)>(x, ldx, w, in, out), 4;
+  if (most >= 3 && count >= 3) return gemm<R, std::min(most, 3)>(x, ldx, w, in, out), 3;
+  if (most >= 2 && count >= 2) return gemm<R, std::min(most, 2)>(x, ldx, w, in, out), 2;
+  return gemm<R, 1>(x, ldx, w, in, out), 1;
 }
 
-// What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, which take part
-// where that saves a case. bf16 for tiles and dots, else float32 (rounded to bf16 when the weights are, so that all ways
-// compute the same products).
+// What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, as tiles read
+// them. bf16 for tiles and dots, else float32 (rounded to bf16 when the weights are, so that all ways compute the same
+// products).
 struct Inputs {
   std::vector<char> bytes;
   int64_t ld;
@@ -421,43 +450,38 @@ struct Inputs {
   }
 };
 
-// By dot products, several blocks at a time: use(row, pair, 16 outputs, the next 16 or null). 4 blocks with up to 6 rows
-// and 3 with up to 8 are 24 sums, and with weights and an input what 32 registers hold.
-template <typename Use>
-void dot_pairs(Inputs& x, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
-  int64_t in = up(w.in, 32), last = std::min(2 * end, up(w.out, kBlock) / kBlock), chunks = (M + kDotRows - 1) / kDotRows;
-  int64_t group = (M + chunks - 1) / chunks > 6 ? 6 : 4;
-  alignas(64) float out[6 * kDotRows * kBlock];
+// Pairs of blocks from `pair` to `end`, for all rows: use(row, pair, 16 outputs, the next 16 or null). Some blocks serve
+// all rows while they are near.
+template <typename X, typename W, typename Use>
+void multiply_pairs(const X* x, int64_t ldx, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
+  int64_t in = up(w.in, 32), last = std::min(2 * end, up(w.out, kBlock) / kBlock);
+  int64_t chunks = (M + kMostRows - 1) / kMostRows;
+  int64_t group = blocks_at_once((M + chunks - 1) / chunks) == 3 ? 6 : 4;
+  alignas(64) float out[6 * kMostRows * kBlock];
   for (int64_t block = 2 * pair, count; block < last; block += count) {
     count = std::min(group, last - block);
-    const bf16* weight = static_cast<const bf16*>(w.weight) + block * in * kBlock;
+    const W* weight = static_cast<const W*>(w.weight) + block * in * kBlock;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m;
-      for (int64_t b = 0; b < count;) {
-        float* o = out + b * rows * kBlock;
-        int64_t left = count - b;
-        if (left == 4 && rows <= 6) multiply_dots<4>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 4;
-        else if (left >= 3) multiply_dots<3>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 3;
-        else if (left == 2) multiply_dots<2>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 2;
-        else multiply_dots<1>(x.half(m), x.ld, rows, weight + b * in * kBlock, in, o), b += 1;
-      }
+      int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m, step = rows * kBlock;
+      for (int64_t b = 0; b < count;)
+        b += multiply<kMostRows>(x + m * ldx, ldx, rows, weight + b * in * kBlock, in, count - b, out + b * step);
       for (int64_t b = 0; b < count; b += 2)
         for (int64_t r = 0; r < rows; r++) {
-          const float* row = out + (b * rows + r) * kBlock;
-          use(m + r, (block + b) / 2, row, b + 1 < count ? row + rows * kBlock : nullptr);
+          const float* row = out + b * step + r * kBlock;
+          use(m + r, (block + b) / 2, row, b + 1 < count ? row + step : nullptr);
         }
     }
   }
 }
 
-// Blocks 2 * pair and 2 * pair + 1 of a projection, for all rows: use(row, pair, 16 outputs, the next 16 or null).
+// The same by tiles.
 template <typename Use>
-void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_t pair, Use use) {
-  int64_t in = up(w.in, 32), step = in * kBlock, at = 2 * pair * step;
-  bool second = 2 * pair + 1 < up(w.out, kBlock) / kBlock;
+void tile_pairs(Inputs& x, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
+  int64_t in = up(w.in, 32), step = in * kBlock;
   alignas(64) float out[4 * 256];
-  if (x.tiles) {
-    const bf16* a = static_cast<const bf16*>(w.weight) + at;
+  for (; pair < end; pair++) {
+    bool second = 2 * pair + 1 < up(w.out, kBlock) / kBlock;
+    const bf16* a = static_cast<const bf16*>(w.weight) + 2 * pair * step;
     const bf16* b = second ? a + step : a;
     for (int64_t m = 0; m < M; m += 32) {
       if (M - m > 16) tile_gemm<true>(x.half(m), x.ld, a, b, in, out);
@@ -467,20 +491,6 @@ void block_pair(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_
         use(m + r, pair, row, second ? row + 256 : nullptr);
       }
     }
-    return;
-  }
-  constexpr int kHalf = kRows * kBlock;
-  for (int64_t m = 0; m < M; m += kRows) {
-    int64_t rows = std::min<int64_t>(kRows, M - m);
-    for (int half = 0; half < 1 + second; half++) {
-      const void* weight = w.weight;
-      float* o = out + half * kHalf;
-      if (bf16_weights)
-        multiply_add(x.full(m), x.ld, rows, static_cast<const bf16*>(weight) + at + half * step, in, o);
-      else
-        multiply_add(x.full(m), x.ld, rows, static_cast<const float*>(weight) + at + half * step, in, o);
-    }
-    for (int64_t r = 0; r < rows; r++) use(m + r, pair, out + r * kBlock, second ? out + kHalf + r * kBlock : nullptr);
   }
 }
 
@@ -489,8 +499,10 @@ template <typename Use>
 void share_pairs(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Use use) {
   int64_t pairs = (w.out + 2 * kBlock - 1) / (2 * kBlock), T = omp_get_num_threads(), t = omp_get_thread_num();
   int64_t first = pairs * t / T, end = pairs * (t + 1) / T;
-  if (x.halves && !x.tiles) return dot_pairs(x, M, w, first, end, use);
-  for (int64_t pair = first; pair < end; pair++) block_pair(x, M, w, bf16_weights, pair, use);
+  if (x.tiles) tile_pairs(x, M, w, first, end, use);
+  else if (x.halves) multiply_pairs<bf16, bf16>(x.half(0), x.ld, M, w, first, end, use);
+  else if (bf16_weights) multiply_pairs<float, bf16>(x.full(0), x.ld, M, w, first, end, use);
+  else multiply_pairs<float, float>(x.full(0), x.ld, M, w, first, end, use);
 }
 
 // This thread's share of a projection: done(row, first column, values, count).

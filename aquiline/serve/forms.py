@@ -141,7 +141,7 @@ class Status(TypedDict):
     status: str
 
 
-_STREAM: dict[str, Any] = {"schema": {"type": "string", "description": "data: lines of JSON, and at the end [DONE]"}}
+_STREAM = {"schema": {"description": "With `stream`: chunks as OpenAI has them, the last one being [DONE]."}}
 
 
 def documented(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:

@@ -83,7 +83,7 @@ class Reply(Response):
             gone.add_done_callback(leave)
             try:
                 await (self._as_stream if self._stream else self._as_whole)(answer, _each(steps, len(jobs)), send)
-            except _Gone:
+            except (_Gone, TimeoutError):  # or does not read
                 pass
             finally:
                 gone.cancel()

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST_CHOICES = 16  # of one call, for each of its prompts
-MOST_PROMPTS = 64
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -44,7 +43,7 @@ class Generation(Body):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, lt=2**31, description="0 is off.")
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100, description="Over prompt and output; 1 is off.")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Over prompt and output; 1 is off.")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = {}

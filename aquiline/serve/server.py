@@ -36,7 +36,7 @@ from aquiline.serve.metrics import Metrics
 from aquiline.serve.reply import Places, Reply
 from aquiline.serve.schema import ChatBody, CompletionBody
 
-_CONNECTIONS = 512
+_CONNECTIONS, _BACKLOG = 512, 512
 _BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 16  # a body may have the larger of the two, for the whole context
 
 log = logging.getLogger("aquiline.serve")
@@ -268,12 +268,13 @@ def make_server(service: Service, key: str | None = None) -> Server:
 
 
 def bind(config: ServeConfig) -> socket.socket:
-    """The address, taken before a model is loaded for it; UserError where that cannot be."""
+    """The address, taken before a model is loaded for it: who calls too early waits. UserError where that cannot be."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         taken = socket.socket(family, socket.SOCK_STREAM)
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((config.host, config.port))
+        taken.listen(_BACKLOG)  # only now nobody else has it
     except (OSError, OverflowError) as error:
         raise UserError(f"cannot listen at {config.host}, port {config.port}: {error}") from error
     return taken

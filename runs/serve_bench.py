@@ -1,0 +1,228 @@
+"""What serving costs: the server against its own engine, and how long first tokens take under load.
+
+    python runs/serve_bench.py OUT.json FILE.jsonl... [--target default] [--server NAME=URL]...
+
+Throughput: `--batch` clients each ask for one reply at a time, and the same prompts run as one batch of the engine in
+this process, in turn, round by round. First tokens: 1, 8 and 32 clients ask at once, of `aquiline serve`, which is
+started here, and of every `--server`, any OpenAI-compatible one with the same model, in turn. No prompt comes twice
+before all have come once, so caches of prompts help nobody. The machine should have nothing else to do.
+"""
+
+import argparse
+import http.client
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from aquiline.api import Model, load
+from aquiline.data.chat import Message
+from aquiline.decode.engine import Engine
+from aquiline.files.disk import write_json_atomic
+from aquiline.measure.evaluate import machine, model_settings, versions
+from aquiline.measure.tasks import read_prompts, task_name
+
+CLIENTS = (1, 8, 32)
+DEFINITIONS = {
+    "tokens_per_second": "tokens of all replies / seconds from the first request to the last token, of each round",
+    "ratio": "the server's over the engine's, of the same round: median, min and max",
+    "first_token_seconds": "from sending a request to its first chunk with text, over all requests of all rounds",
+}
+_PAUSE = 0.5  # seconds before a turn, for the threads of the one before to fall asleep
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client saw of one reply."""
+
+    first: float  # seconds to its first text
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A server and its one model."""
+
+    host: str
+    model: str
+
+    @staticmethod
+    def at(url: str) -> "Remote":
+        host = urlsplit(url).netloc
+        connection = http.client.HTTPConnection(host, timeout=60)
+        connection.request("GET", "/v1/models")
+        return Remote(host, json.loads(connection.getresponse().read())["data"][0]["id"])
+
+    def ask(self, messages: Sequence[Message], tokens: int) -> Asked:
+        """One streamed reply."""
+        body = {"model": self.model, "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True,
+                "stream_options": {"include_usage": True}}  # fmt: skip
+        began, first, count = time.perf_counter(), None, 0
+        connection = http.client.HTTPConnection(self.host, timeout=600)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise SystemExit(f"{self.host} answered {answer.status}: {answer.read()[:300]!r}")
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise SystemExit(f"{self.host} failed in a stream: {chunk['error']}")
+            if first is None and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                first = time.perf_counter() - began
+            count = (chunk.get("usage") or {}).get("completion_tokens", count)
+        connection.close()
+        return Asked(time.perf_counter() - began if first is None else first, count)
+
+    def ask_all(self, prompts: Sequence[Sequence[Message]], tokens: int) -> tuple[list[Asked], float]:
+        """All at once, each by a client of its own; and the seconds until the last has its reply."""
+        ready = threading.Barrier(len(prompts) + 1)
+
+        def one(messages: Sequence[Message]) -> Asked:
+            ready.wait()
+            return self.ask(messages, tokens)
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            calls = [pool.submit(one, messages) for messages in prompts]
+            ready.wait()
+            began = time.perf_counter()
+            found = [call.result() for call in calls]
+        return found, time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--target", default="default")
+    parser.add_argument("--draft", default="default")
+    parser.add_argument("--dtype")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=URL")
+    given = parser.parse_args()
+    asked = {task_name(path): read_prompts(path) for path in given.files}
+    prompts = itertools.cycle([p.messages for group in itertools.zip_longest(*asked.values()) for p in group if p])
+    model = load(given.target, given.draft, dtype=given.dtype)
+    with serving(given) as own:
+        servers = {"aquiline": own} | {n: Remote.at(u) for n, _, u in (s.partition("=") for s in given.server)}
+        throughput = compare(model, own, prompts, given)
+        first = first_tokens(servers, prompts, given)
+    record = {
+        "throughput": throughput,
+        "first_token_seconds": first,
+        "settings": model_settings(model, asked)
+        | {"batch": given.batch, "max_new_tokens": given.max_new_tokens, "rounds": given.rounds},
+        "machine": machine(model.target.device),
+        "versions": versions(),
+        "definitions": DEFINITIONS,
+    }
+    write_json_atomic(given.out, record)
+    print(json.dumps({key: record[key] for key in ("throughput", "first_token_seconds")}, indent=2))
+
+
+@contextmanager
+def serving(given: argparse.Namespace) -> Iterator[Remote]:
+    """`aquiline serve`, in a process of its own; it begins to answer when it is warm."""
+    command = [sys.executable, "-m", "aquiline", "serve", "--target", given.target, "--draft", given.draft,
+               "--port", "0", "--max-batch", str(given.batch)]  # fmt: skip
+    command += ["--dtype", given.dtype] if given.dtype else []
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if found := re.match(r"serving at (http://\S+)", line):
+                break
+        else:
+            raise SystemExit(f"the server did not start: {' '.join(said)}")
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # or it would wait with a full pipe
+        server = Remote.at(wait_for(found[1]))
+        server.ask([{"role": "user", "content": "Hello."}], 4)  # which waits until it is warm
+        yield server
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for(url: str) -> str:
+    """Until it listens."""
+    for _ in range(600):
+        try:
+            http.client.HTTPConnection(urlsplit(url).netloc, timeout=5).connect()
+            return url
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"{url} does not listen")
+
+
+def compare(model: Model, own: Remote, prompts: Iterator[list[Message]], given: argparse.Namespace) -> dict[str, Any]:
+    """The server and an engine in this process in turn; one round first that is not counted."""
+    engine = Engine(model.target, model.draft, given.batch)
+    served: list[float] = []
+    run: list[float] = []
+    for number in range(given.rounds + 1):
+        taken = list(itertools.islice(prompts, given.batch))
+        turns = ((served, by_server), (run, by_engine))
+        for rates, way in turns if number % 2 else turns[::-1]:
+            time.sleep(_PAUSE)
+            rate = way(model, engine, own, taken, given.max_new_tokens)
+            if number:
+                rates.append(rate)
+    ratios = [a / b for a, b in zip(served, run, strict=True)]
+    return {
+        "server": {"tokens_per_second": served},
+        "engine": {"tokens_per_second": run},
+        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+    }
+
+
+def by_server(model: Model, engine: Engine, own: Remote, prompts: list[list[Message]], tokens: int) -> float:
+    found, seconds = own.ask_all(prompts, tokens)
+    return sum(asked.tokens for asked in found) / seconds
+
+
+def by_engine(model: Model, engine: Engine, own: Remote, prompts: list[list[Message]], tokens: int) -> float:
+    began = time.perf_counter()
+    requests = engine.run([model.request(messages, max_new_tokens=tokens) for messages in prompts])
+    return sum(len(request.output_ids) for request in requests) / (time.perf_counter() - began)
+
+
+def first_tokens(
+    servers: dict[str, Remote], prompts: Iterator[list[Message]], given: argparse.Namespace
+) -> dict[str, Any]:
+    """Of every server, at every number of clients, in turn."""
+    found: dict[str, dict[int, list[float]]] = {name: {clients: [] for clients in CLIENTS} for name in servers}
+    for clients in CLIENTS:
+        for number in range(given.rounds):
+            taken = list(itertools.islice(prompts, clients))
+            names = list(servers)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                time.sleep(_PAUSE)
+                asked, _ = servers[name].ask_all(taken, given.max_new_tokens)
+                found[name][clients] += [one.first for one in asked]
+    return {
+        name: {
+            str(clients): {"median": statistics.median(times), "max": max(times), "requests": len(times)}
+            for clients, times in of_server.items()
+        }
+        for name, of_server in found.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Whatever the document of the server allows, and much that it does not: never an error of the server's own."""
+
+import hypothesis
+import pytest
+
+from tests.serving import serving
+from tests.test_api import folders, load  # noqa: F401 (a fixture)
+from tests.test_serve import HI, no_cache  # noqa: F401 (a fixture)
+
+schemathesis = pytest.importorskip("schemathesis")
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+checks = pytest.importorskip("schemathesis.specs.openapi.checks")
+CHECKS = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
+CHECKS.append(schemathesis.checks.not_a_server_error)
+POSTS = ("POST /v1/chat/completions", "POST /v1/completions")
+GETS = ("GET /v1/models/{name}", "GET /v1/models", "GET /health", "GET /ready", "GET /metrics")
+CASES = [(route, valid) for route in (*POSTS, *GETS) for valid in (True, False) if valid or route in POSTS]
+
+
+@pytest.fixture(scope="module")
+def document(folders, no_cache):  # noqa: F811
+    with serving(load(folders, "none"), context=48, queue=4) as running:
+        yield schemathesis.openapi.from_url(f"http://{running.address}/openapi.json")
+
+
+@pytest.mark.parametrize(("route", "valid"), CASES)
+def test_no_body_makes_the_server_fail(document, route, valid):
+    method, path = route.split()
+    operation = document[path][method]
+    mode = schemathesis.GenerationMode.POSITIVE if valid else schemathesis.GenerationMode.NEGATIVE
+    most = 20 if method == "POST" else 2
+
+    @hypothesis.settings(
+        max_examples=most, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck),
+        database=None, phases=[hypothesis.Phase.generate],
+    )  # fmt: skip
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def check(case):
+        if isinstance(case.body, dict):
+            case.body.pop("timeout", None)  # a short one is kept, by 504
+            if valid:
+                agree(case.body)
+        answer = case.call_and_validate(checks=CHECKS, timeout=60)
+        answered.append(answer.status_code)
+
+    answered: list[int] = []
+    check()
+    if valid and method == "POST":
+        assert answered.count(200) > most // 3  # it was asked for more than errors
+
+
+def agree(body: dict) -> None:
+    """What the document cannot say: of this model, and no field against another."""
+    body.pop("model", None)
+    if "messages" in body:
+        body["messages"] = HI
+    else:
+        body["prompt"] = "a b"
+    if "logit_bias" in body:
+        body["logit_bias"] = {str(int(k) % 260): v for k, v in body["logit_bias"].items() if k.isdecimal()}
+    if body.get("top_logprobs"):
+        body["logprobs"] = True
+    if body.get("stream_options") is not None:
+        body["stream"] = True
+    if body.get("max_tokens") is not None:
+        body.pop("max_completion_tokens", None)
+    body.pop("chat_template_kwargs", None)
+    if body.get("n", 1) > 8:
+        body["n"] = 8
