@@ -21,9 +21,8 @@ from tests.browser import Browser, browser  # noqa: E402
 PORT = 8471
 URL = f"http://127.0.0.1:{PORT}"
 WAIT = 300.0  # seconds
-TOKENS = 160
-ASKED = "Write a short thank-you letter to a friend who lent me a book."
-RACED = "Write a Python function that reverses the words of a sentence, and explain it."
+ASKED = "How do I make a cup of green tea? Answer in a few short steps.", 96  # tokens at most
+RACED = "Write a Python function that reverses the words of a sentence, and explain it.", 160
 # The largest tree of which two or three tokens were taken.
 PICK_TREE = """
 const size = ({ tree }) => (tree.accepted.length - 2.5) ** 2 < 1 ? tree.tokens.length : 0;
@@ -64,10 +63,11 @@ def wait_for(url: str) -> None:
             time.sleep(0.2)
 
 
-def begin(window: Browser, text: str, button: str = "#send") -> None:
+def begin(window: Browser, asked: tuple[str, int], button: str = "#send") -> None:
     """Ask it with colours on, and wait for the end."""
+    text, tokens = asked
     window.find("#colours").click()
-    window.run(f"document.querySelector('[name=max_tokens]').value = {TOKENS}")
+    window.run(f"document.querySelector('[name=max_tokens]').value = {tokens}")
     window.find("#prompt").send_keys(text)
     window.find(button).click()
     window.wait(lambda: window.text("#send") == "Send", WAIT)
