@@ -112,23 +112,22 @@ def test_the_official_client_waits_and_tries_again(quick):
     assert len({text_of(call()) for call in (*calls, patient)}) == 1
 
 
-def test_calls_of_many_take_turns_with_the_others(quick):
-    gate = Gate(quick.service)
-    client = quick.client()
-    many = in_thread(lambda: ask(client, n=3, max_tokens=3, temperature=1))
-    taken(quick.service, 3)
-    one = in_thread(lambda: ask(client, max_tokens=3))
-    taken(quick.service, 4)
-    gate.let(1)
-    until(lambda: quick.service.metrics.registry.get_sample_value("aquiline_requests_running") == 2)
-    first = [request for request, _ in quick.service.loop.engine._running]
-    assert {request.sampling.temperature for request in first} in ({0.0, 1.0}, {1.0})
-    gate.let(4)
-    left = list(quick.service.loop._jobs)
-    assert all(request.sampling.temperature == 1.0 for request in left)  # who came last is through
-    gate.open()
-    assert len(many().choices) == 3
-    one()
+def test_calls_of_many_take_turns_with_the_others(folders, no_cache):  # noqa: F811
+    with serving(load(folders, "none"), max_batch=2, queue=8) as running:
+        gate, loop = Gate(running.service), running.service.loop
+        client = running.client()
+        many = in_thread(lambda: ask(client, n=6, max_tokens=3, temperature=1))
+        taken(running.service, 6)
+        one = in_thread(lambda: ask(client, max_tokens=3))
+        taken(running.service, 7)
+        gate.let(5)  # each takes two: two of the many, then one of them beside the other call
+        until(lambda: loop.engine.waiting == 0)
+        left = [request.sampling.temperature for request in list(loop._jobs)]
+        assert 0.0 not in left
+        assert len(left) >= 2
+        gate.open()
+        assert len(many().choices) == 6
+        one()
 
 
 def test_a_client_that_leaves_frees_its_slot_within_a_cycle(quick):
@@ -465,7 +464,7 @@ def test_the_first_signal_lets_what_runs_end(folders, alone):  # noqa: F811
             refused.add(error.code)
         except openai.APIConnectionError:
             refused.add("gone")
-    assert refused <= {"shutting_down", "gone"}
+    assert refused == {"shutting_down"}  # it answers as long as anything runs
     texts = [call() for call in calls]
     assert {text if isinstance(text, str) else text_of(text) for text in texts} == {expected}
     assert where.process.wait(WAIT) == 0

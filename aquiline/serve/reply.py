@@ -113,10 +113,8 @@ class Reply(Response):
         """Nothing is sent before the first token: until then an error has a status of its own."""
         begun = False
 
-        async def put(value: Any, *, more: bool = True) -> None:
-            data = (
-                b"" if value is None else f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode()
-            )
+        async def put(value: dict[str, Any] | str, *, more: bool = True) -> None:
+            data = f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode()
             async with asyncio.timeout(_SEND_SECONDS):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -165,6 +163,6 @@ async def _disconnected(receive: Receive) -> None:
 def _note(name: str, asked: Asked) -> None:
     """A line for the log: figures, no text."""
     requests = asked.requests
-    ends = ",".join(sorted({str(request.finish_reason) for request in requests}))
+    ends = ",".join(sorted({request.finish_reason or "left" for request in requests}))
     tokens = sum(len(request.output_ids) for request in requests)
     log.info("%s: %d prompt tokens, %d tokens, %s", name, asked.prompt_tokens, tokens, ends)
