@@ -40,6 +40,7 @@ TINY = {
     "data show": "",
     "export-target": "",
     "convert": "",
+    "serve-command": "",
 }
 SILENT = {"plot", "serve", "train", "export-target", "data answer", "data invent"}  # they write files
 
