@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from aquiline.files import checkpoint
 from tests.conftest import tiny_target
+from tests.tiny_chat import byte_chat
 
 pytestmark = pytest.mark.filterwarnings("ignore::aquiline.config.AquilineWarning")  # of its rope, of norm_output
 LAYERS, W, T = (1, 3, 4), 24, 9
@@ -89,7 +90,7 @@ def reference(tensors, theta, ids, aux_TA, fc_norm=False, feed_normed=False):
 
 def given():
     generator = torch.Generator().manual_seed(4)
-    target = tiny_target(capture_after=LAYERS, tied_head=True)
+    target = tiny_target(capture_after=LAYERS, tied_head=True).bfloat16().float()  # as it is saved
     ids = torch.randint(0, 64, (T,), generator=generator)
     with torch.no_grad():
         return target, ids, target(ids[None], torch.arange(T)[None]).aux_BNA[0]
@@ -161,28 +162,20 @@ def by_specforge(folder, target, ids, aux):
 
 
 def by_speculators(folder, target, ids, aux):
-    """speculators' draft class, initialised and saved by its own code; logits from inside its training step."""
+    """speculators' draft class, made and saved by its own code; logits from inside its training step."""
     pytest.importorskip("speculators")
-    from speculators.config import SpeculatorsConfig, VerifierConfig
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from speculators.models.eagle3 import Eagle3DraftModel
     from transformers import LlamaConfig
 
+    verifier = folder.with_name("verifier")
+    checkpoint.export_target(target, byte_chat(), verifier)
     layer = LlamaConfig(**SIZES, num_hidden_layers=1, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    layer._attn_implementation = "eager"
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer, draft_vocab_size=W, norm_before_residual=True, norm_before_fc=True,
-        norm_output=True, eagle_aux_hidden_state_layer_ids=[i + 1 for i in LAYERS],
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3", proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path="tiny", architectures=["LlamaForCausalLM"]),
-        ),
-    )  # fmt: skip
     torch.manual_seed(3)
-    head = Eagle3DraftModel(config).float().eval()
-    head.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight)
-    head.load_vocab_mappings(**{k: maps()[k] for k in ("t2d", "d2t")})
+    head = Eagle3DraftModel.from_training_args(
+        layer, **maps(), draft_vocab_size=W, verifier_name_or_path=str(verifier), draft_attn_impl="eager", ttt_steps=3,
+        norm_before_residual=True, norm_before_fc=True, norm_output=True, target_layer_ids=[i + 1 for i in LAYERS],
+    )  # fmt: skip
+    head = head.float().eval()
     head.save_pretrained(folder)
     out = []
     head.lm_head.register_forward_hook(lambda *args: out.append(args[2][0].detach()))
