@@ -128,8 +128,11 @@ def vllm_flags(python: str, model: Model) -> dict[str, Any]:
 
 
 def trainers(python: str) -> dict[str, Any]:
-    """Heads made by speculators' and SpecForge's own classes, computed here: tests/test_foreign_heads.py, there."""
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "tests/test_foreign_heads.py"]
+    """Heads made by speculators' and SpecForge's own classes, computed here, and hidden states that they read as we do:
+    our tests, run where these packages are.
+    """
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs"]
+    command += ["tests/test_foreign_heads.py", "tests/test_stored_states.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
     skipped = [line for line in lines if line.startswith("SKIPPED")]

@@ -282,3 +282,43 @@ def test_what_cannot_be_given_together(world, folder, tmp_path):
     (tmp_path / "empty" / "state.json").write_text("{}")
     with pytest.raises(UserError, match=r"holds a data set, and no hidden_states/hs_0\.safetensors"):
         prepare(root, [tmp_path / "empty"], tmp_path / "a")
+
+
+def test_specforge_itself_reads_these_files_as_we_do(world, tmp_path):
+    store = pytest.importorskip("specforge.runtime.data_plane.feature_store")
+    from specforge.algorithms.eagle3.data import normalize_offline_sample
+    from specforge.runtime.data_plane.offline_reader import list_feature_files
+
+    root, target, documents = world
+    for pack in (False, True):
+        folder = tmp_path / ("gz" if pack else "plain")
+        write_specforge(folder, target, documents, pack)
+        read = read_documents([folder], chat(root), END + 1, 100).documents
+        for path, document in zip(list_feature_files(str(folder)), read, strict=True):
+            theirs = normalize_offline_sample(store.load_feature_file(path), 100)
+            ours = StoredStates([folder]).features(target, [document])
+            assert theirs["input_ids"][0].tolist() == document.ids.tolist()
+            assert theirs["loss_mask"][0, :-1].tolist() == document.supervised[:-1].int().tolist()
+            assert torch.equal(theirs["hidden_state"][0], ours.aux_TA)
+            assert torch.equal(theirs["target"][0], ours.last_TD)  # its head reads that without a norm
+
+
+def test_speculators_itself_reads_these_files_as_we_do(world, tmp_path, monkeypatch):
+    data = pytest.importorskip("speculators.train.data")
+    datasets = pytest.importorskip("datasets")
+    root, target, documents = world
+    with monkeypatch.context() as patch:
+        write_speculators(tmp_path / "hs", target, documents, patch)
+    (tmp_path / "hs" / "state.json").unlink()
+    rows = {"input_ids": [d.ids.long() for d in documents], "loss_mask": [d.supervised.long() for d in documents]}
+    table = datasets.Dataset.from_dict(rows | {"seq_len": [len(d) for d in documents]})
+    table.with_format("torch").save_to_disk(str(tmp_path / "hs"))
+    read = read_documents([tmp_path / "hs"], chat(root), END + 1, 100).documents
+    theirs = data.ArrowDataset(100, tmp_path / "hs", on_missing="raise")
+    assert len(read) == len(theirs) == len(documents)
+    for row, document in ((theirs[i], d) for i, d in enumerate(read)):
+        ours = StoredStates([tmp_path / "hs"]).features(target, [document])
+        assert row["input_ids"].tolist() == document.ids.tolist()
+        assert row["loss_mask"].tolist() == document.supervised.int().tolist()
+        assert torch.equal(row["hidden_states"], ours.aux_TA)
+        assert torch.equal(target.model.norm(row["verifier_last_hidden_states"]), ours.last_TD)
