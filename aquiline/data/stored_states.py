@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from aquiline.config import AquilineWarning, capture_name, require
+from aquiline.config import TOP, AquilineWarning, capture_name, require
 from aquiline.data.dataset import Document, state_name
 from aquiline.data.features import Features, of_states
 from aquiline.files.state_files import StateFolder
@@ -55,7 +55,7 @@ class StoredStates:
         )
         width, layers = target.config.hidden_size, target.capture_after
         require(
-            found.last_TD.shape[1] == width and found.aux_TA.shape[1] == width * len(layers),
+            layers != TOP and found.last_TD.shape[1] == width and found.aux_TA.shape[1] == width * len(layers),
             f"{where} holds {found.aux_TA.shape[1]} numbers a token of captured layers and {found.last_TD.shape[1]} of "
             f"the last; layers {capture_name(layers)} of a target {width} wide have {width * len(layers)} and {width}: "
             "give --capture-after the layers that were captured",

@@ -27,5 +27,6 @@ def table_rows(name: str, split: str = "train") -> Iterator[dict[str, Any]]:
         else:
             table = datasets.load_dataset(name, split=split)
     except Exception as error:  # offline, no such data set or split, a damaged file: a class for each
-        raise UserError(f"the data set {name} cannot be read: {one_line(error)}") from error
+        part = "" if split == "train" else f":{split}"
+        raise UserError(f"the data set {name}{part} cannot be read: {one_line(error)}") from error
     yield from (dict(row) for row in table)
