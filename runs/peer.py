@@ -218,6 +218,7 @@ def llamaserver(settings: dict) -> tuple[str, Decode]:
         command += ["--spec-type", "draft-eagle3", "-md", settings["gguf_head"], "--spec-draft-n-max", str(chain)]
         command += ["--spec-draft-p-min", "0", "-ctkd", cache, "-ctvd", cache]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    atexit.register(server.wait)  # the last registered is called first
     atexit.register(server.kill)
 
     def ask(path: str, body: dict | None = None) -> dict:
