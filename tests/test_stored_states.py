@@ -261,6 +261,10 @@ def test_files_that_do_not_fit_are_named(world, tmp_path):
     broken(r"NaN or infinite: delete it", hidden_state=good["hidden_state"] / 0)
     broken(r"expected \[T\], \[T, A\] and \[T, D\]", aux_hidden_state=good["aux_hidden_state"][:, 1:])
     broken("hidden_state is no tensor", hidden_state=[1.0])
+    torch.save(good | {"aux_hidden_state": good["aux_hidden_state"][..., :32].clone()}, path)
+    top = checkpoint.load_target(root / "target", torch.float32, "cpu", TOP)
+    with pytest.raises(UserError, match="layers top of a target"):  # one layer's states are not the final one's
+        stored.features(top, [read[0]])
     torch.save({k: v for k, v in good.items() if k != "loss_mask"}, path)
     reading = read_documents([tmp_path / "hs"], chat(root), END + 1, 100)
     assert reading.dropped == {"states incomplete": 1}
