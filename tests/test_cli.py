@@ -46,6 +46,7 @@ FLAGS = {
     },
     "export-target": set(),
     "convert": {"--to", "--target", "--force"},
+    "serve-command": {"--engine", "--target", "--record", "--tree", "--gpus", "--nodes"},
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",

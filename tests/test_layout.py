@@ -11,9 +11,9 @@ PACKAGE = ROOT / "aquiline"
 OPENERS = {"__init__.py", "__main__.py"}
 INSIDE_FUNCTIONS = {  # what may be imported there: in the one place that needs it, and late, for it is slow or optional
     "data/chat.py": {"tokenizers", "transformers"},
-    "data/prompts.py": {"datasets"},
     "files/checkpoint.py": {"huggingface_hub"},
     "files/draft_openvino.py": {"openvino", "optimum"},
+    "files/tables.py": {"datasets"},
     "train/log.py": {"wandb"},
     "train/shard.py": {"torch"},
 }

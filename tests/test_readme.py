@@ -44,6 +44,7 @@ TINY = {
     "data show": "",
     "export-target": "",
     "convert": "",
+    "serve-command": "",
 }
 SILENT = {"plot", "train", "export-target", "data answer", "data invent"}  # they write files
 

@@ -36,7 +36,12 @@ _FEW_UPDATES = 100
 
 @app.command()
 def train(
-    data: Annotated[list[Path], typer.Argument(help="JSONL: stored answers, or conversations with 'messages'.")],
+    data: Annotated[
+        list[Path],
+        typer.Argument(
+            help="JSONL: answers, or conversations. Or folders of SpecForge's or speculators' hidden states."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The run's folder; the head is in OUT/head.")],
     target: TargetFlag = "default",
     features: Annotated[
@@ -143,8 +148,9 @@ def train(
     with processes, progress() as bar:
         if processes.first:
             _print_run(run)
-            if shard_target and decode_every:
-                note("no prompts are really decoded on the way: with --shard-target no process could do it alone")
+            if decode_every and not run.config.decode_every:
+                why = "with --shard-target no process could" if shard_target else "the target's layers are not loaded"
+                note(f"no prompts are really decoded on the way: {why}")
         report = _training_report(bar)
         before = {
             s: signal.signal(s, lambda number, _: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)
@@ -205,7 +211,8 @@ def _print_run(run: "TrainingRun") -> None:
     console.print(table)
     data, target = run.record["data"], run.target
     needed = FeatureStore.bytes_needed(target, data["tokens"] + sum(map(len, run.held_out)))
-    kept = f"kept in {run.features}" if run.features else "computed each time (--features would keep them)"
+    made = "computed" if run.stored is None else "read from their files"
+    kept = f"kept in {run.features}" if run.features else f"{made} each time (--features would keep them)"
     captured = capture_name(target.capture_after)
     reads = "its final state captured" if captured == "top" else f"captured after layers {captured}"
     note(f"target {run.info.target} in {run.info.target_dtype} on {target.device}, {reads}")

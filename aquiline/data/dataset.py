@@ -4,12 +4,13 @@ A document is token ids plus, per token, whether THIS target wrote it: only such
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from aquiline.config import AquilineWarning, require
 from aquiline.data.chat import Chat
 from aquiline.data.rows import Dropped, conversation, language
 from aquiline.files.disk import json_object, read_lines
+from aquiline.files.state_files import StateFolder
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,11 @@ class Reading:
 def read_documents(
     paths: Sequence[Path], chat: Chat, vocab_size: int, max_length: int, strict: bool = False
 ) -> Reading:
-    """Read JSON lines of any of three shapes; documents are cut at `max_length`.
+    """Read JSON lines of any of four shapes; documents are cut at `max_length`.
 
     What `data answer` writes: `ids`, with `replies`, the [first, end] spans that this target wrote.
     Stored answers: `prompt_ids` and `response_ids`, taken exactly as they were generated.
+    Other trainers' rows, also those of folders of hidden states: `input_ids`, and `loss_mask`, 1 where it wrote.
     Conversations: `messages` or `conversations`, rendered with the target's own chat template and the row's
     `template_kwargs`; `written` (a list of booleans, one per assistant turn) says which turns this target wrote, by
     default all of them.
@@ -81,15 +84,15 @@ def read_documents(
     for path in paths:
         require(path.resolve() not in given, f"{path} is given twice: its rows would count double")
         given.add(path.resolve())
-        for number, line in read_lines(path):
-            where, row, found = f"{path}:{number}", None, list[Document]()
+        for where, name, read in _rows(path):
+            row, found = None, list[Document]()
             with dropped.row(where):
-                row = json_object(line)
+                row = read()
             if row is None:
                 continue
             _check_tokenizer(row, tokenizer, where)
             with dropped.row(where):
-                found = _documents(row, f"{path.name}:{number}", chat, vocab_size)
+                found = _documents(row, name, chat, vocab_size)
                 writers[_writer(row)] += 1
             for document in found:
                 with dropped.row(where):
@@ -102,6 +105,21 @@ def read_documents(
         "Training reads what `aquiline data answer` makes of prompts, or conversations with their answers",
     )
     return Reading(documents, cut, dict(dropped.counts), writers)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    """(where it is, its name unless it has one, what reads it) of every row of a file, or a folder of hidden states."""
+    if path.is_dir():
+        for name, read in StateFolder.open(path).rows():
+            yield f"{path}/{name}", state_name(path, name), read
+        return
+    for number, line in read_lines(path):
+        yield f"{path}:{number}", f"{path.name}:{number}", functools.partial(json_object, line)
+
+
+def state_name(folder: Path, name: str) -> str:
+    """The name of the document whose states a folder's file of this name holds."""
+    return f"{folder.resolve().name}/{name}"
 
 
 def _check_supervised(d: Document, max_length: int) -> None:
@@ -130,6 +148,9 @@ def _documents(row: dict[str, Any], default_name: str, chat: Chat, vocab_size: i
         prompt, reply = _ids(row["prompt_ids"], vocab_size), _ids(row["response_ids"], vocab_size)
         flags = torch.arange(len(prompt) + len(reply)) >= len(prompt)
         return [Document(torch.cat((prompt, reply)), flags, *about)]
+    if "input_ids" in row and "loss_mask" in row:
+        ids = _ids(row["input_ids"], vocab_size)
+        return [Document(ids, _mask(row["loss_mask"], len(ids)), *about)]
     messages = conversation(row)
     kwargs = row.get("template_kwargs") or {}
     require(
@@ -157,6 +178,12 @@ def _spans(replies: Any, length: int) -> Tensor:
     for first, end in replies:
         flags[first:end] = True
     return flags
+
+
+def _mask(values: Any, length: int) -> Tensor:
+    ok = isinstance(values, list) and len(values) == length and all(v in (0, 1) for v in values)
+    require(ok, f"'loss_mask' is {values!r:.80}; expected {length} numbers, 0 or 1, one a token", "broken 'loss_mask'")
+    return torch.tensor(values, dtype=torch.bool)
 
 
 def _target(row: dict[str, Any]) -> dict[str, Any]:
@@ -240,9 +267,10 @@ def prompt_hash(d: Document) -> str:
 
 
 def hold_out(
-    documents: list[Document], count: int, seed: int, earlier: Collection[str] = ()
+    documents: list[Document], count: int, seed: int, earlier: Collection[str] = (), *, sampled: bool = False
 ) -> tuple[list[Document], list[Document]]:
-    """(training, held-out greedy) documents; every row with the name of a held-out one goes with it.
+    """(training, held-out greedy) documents; every row with the name of a held-out one goes with it. `sampled`: rows
+    that are not known to be greedy may be held out, too.
 
     Those whose prompt was held out `earlier`, by `prompt_hash`, all are again. Others are added until there are
     `count`, drawn by hashed name: which, depends on the rows that are there.
@@ -251,11 +279,11 @@ def hold_out(
     def key(name: str) -> bytes:
         return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
-    greedy = {d.name for d in documents if d.greedy}
+    greedy = {d.name for d in documents if d.greedy or sampled}
     chosen = {d.name for d in documents if prompt_hash(d) in earlier} if earlier else set()
     missing = max(0, count - len(chosen & greedy))
     chosen.update(sorted(greedy - chosen, key=key)[:missing])
-    held = [d for d in documents if d.greedy and d.name in chosen]
+    held = [d for d in documents if (d.greedy or sampled) and d.name in chosen]
     training = [d for d in documents if d.name not in chosen]
     if 0 < len(training) < len(held):
         warnings.warn(

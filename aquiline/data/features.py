@@ -9,7 +9,7 @@ Shapes: T tokens, D target width, A width of aux, V vocabulary.
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,29 +46,44 @@ def compute(target: Target, documents: Sequence[Document]) -> Features:
         starts.append(starts[-1] + len(d))
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     out = target(ids[None].to(target.device), positions[None].to(target.device), documents=starts)
-    last_TD = out.last_BND[0]
-    argmax = torch.full((len(ids),), -1, dtype=torch.long)
-    logsumexp = torch.zeros(len(ids))
+    return of_states(target, documents, out.aux_BNA[0], out.last_BND[0])
+
+
+@torch.no_grad()
+def of_states(target: Target, documents: Sequence[Document], aux_TA: Tensor, last_TD: Tensor) -> Features:
+    """Features from the documents' states, which are in the target's dtype and on its device: what its head says of
+    them is added.
+    """
+    argmax = torch.full((len(last_TD),), -1, dtype=torch.long)
+    logsumexp = torch.zeros(len(last_TD))
     # Position p teaches x_{p+1}: it matters only where that token is supervised and of the same document.
-    taught = torch.zeros(len(ids), dtype=torch.bool)
-    for d, start in zip(documents, starts, strict=False):
-        taught[start : start + len(d) - 1] = d.supervised[1:]
+    taught = torch.cat([torch.cat((d.supervised[1:], torch.zeros(1, dtype=torch.bool))) for d in documents])
     rows = taught.nonzero().squeeze(1)
     found = [target.best_and_logsumexp(last_TD[at]) for at in rows.to(target.device).split(_ROWS)]
     argmax[rows], logsumexp[rows] = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
-    return Features(out.aux_BNA[0].cpu(), last_TD.cpu(), argmax, logsumexp)
+    return Features(aux_TA.cpu(), last_TD.cpu(), argmax, logsumexp)
+
+
+Source = Callable[[Target, Sequence[Document]], Features]
 
 
 class FeatureStore:
     """Features of a fixed list of documents, filled as they are asked for."""
 
     def __init__(
-        self, folder: Path | None, target: Target, documents: Sequence[Document], target_fingerprint: str
+        self,
+        folder: Path | None,
+        target: Target,
+        documents: Sequence[Document],
+        target_fingerprint: str,
+        source: Source | None = None,
+        made_by: str = "",
     ) -> None:
         """`folder` None computes every time. UserError when the folder holds features of something else, or the disk
-        is too small for all of them.
+        is too small for all of them. `source`: where features come from that no pass of the target here computes, and
+        `made_by`, whose they are.
         """
-        self.target, self.documents = target, documents
+        self.target, self.documents, self._source = target, documents, source
         self.offsets = np.cumsum([0] + [len(d) for d in documents])
         self.arrays: dict[str, np.memmap[Any, Any]] | None = None
         self._unwritten: set[int] = set()
@@ -86,7 +101,7 @@ class FeatureStore:
         manifest = {
             "format": "aquiline features 1",
             "target": target_fingerprint,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": made_by or str(target.dtype).removeprefix("torch."),
             "capture_after": capture_name(target.capture_after),
             "documents": fingerprint(documents),
             "tokens": total,
@@ -125,14 +140,18 @@ class FeatureStore:
         may have written meanwhile.
         """
         if self.arrays is None:
-            return compute(self.target, [self.documents[i] for i in numbers])
+            return self._compute(numbers)
         missing = self.missing(numbers) if missing is None else missing
         if missing:
-            self._put(missing, compute(self.target, [self.documents[i] for i in missing]))
+            self._put(missing, self._compute(missing))
         parts = [self._read(i) for i in numbers]
         return Features(
             *(torch.cat([getattr(p, name) for p in parts]) for name in ("aux_TA", "last_TD", "argmax_T", "logsumexp_T"))
         )
+
+    def _compute(self, numbers: Sequence[int]) -> Features:
+        documents = [self.documents[i] for i in numbers]
+        return compute(self.target, documents) if self._source is None else self._source(self.target, documents)
 
     def _put(self, numbers: Sequence[int], features: Features) -> None:
         assert self.arrays is not None

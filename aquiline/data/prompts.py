@@ -10,7 +10,8 @@ from typing import Any
 from aquiline.config import UserError, require
 from aquiline.data.chat import Message
 from aquiline.data.rows import Dropped, conversation, language
-from aquiline.files.disk import json_object, one_line, read_lines, utf8
+from aquiline.files.disk import json_object, read_lines, utf8
+from aquiline.files.tables import table_rows
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 
@@ -92,18 +93,4 @@ def _rows(source: str) -> Iterator[tuple[int, dict[str, Any] | UserError]]:
 def _dataset(source: str) -> Iterator[dict[str, Any]]:
     """A data set of the Hugging Face hub, or a folder that holds or saved one."""
     name, _, split = source.partition(":")
-    try:
-        import datasets  # optional, and slow to import
-    except ImportError as error:
-        raise UserError(
-            f"{source} is no file, and reading it as a data set needs the package datasets: pip install datasets"
-        ) from error
-    try:
-        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(name)
-            table = saved[split or "train"] if isinstance(saved, dict) else saved
-        else:
-            table = datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # offline, no such data set or split, a damaged file: a class for each
-        raise UserError(f"the data set {source} cannot be read: {one_line(error)}") from error
-    yield from (dict(row) for row in table)
+    return table_rows(name, split or "train")

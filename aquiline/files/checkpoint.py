@@ -407,7 +407,7 @@ def weights_hash(folder: Path) -> str | None:
 def load_pair(
     target_spec: str | Path,
     draft_spec: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = torch.bfloat16,
     device: torch.device | str = "cpu",
     tokenizer: str | None = None,
     template: str | None = None,
@@ -415,11 +415,19 @@ def load_pair(
 ) -> tuple[Target, Draft]:
     """Target and draft, the target capturing what this draft reads. The draft has the target's dtype unless given."""
     folder = draft_path(draft_spec)
-    hf, target_config = _read_head_config(folder), read_target_config(target_spec)
-    with _naming(folder):
-        config, _ = draft_formats.draft_config_from_dict(hf, target_config)
+    config, _ = read_draft_config(folder, read_target_config(target_spec))
     target = load_target(target_spec, dtype, device, config.capture_after)
     return target, load_draft(folder, target, dtype=draft_dtype, tokenizer=tokenizer, template=template)
+
+
+def read_draft_config(spec: str | Path, target: TargetConfig | None) -> tuple[DraftConfig, dict[str, Any]]:
+    """A draft's config, without weights, and its config.json; without its target it must say which layers it reads."""
+    folder = draft_path(spec)
+    hf = _read_head_config(folder)
+    with _naming(folder):
+        info = draft_info(hf)
+        layers = None if info is None else info.target_layers
+        return draft_formats.draft_config_from_dict(hf, target, layers)[0], hf
 
 
 def _read_head_config(folder: Path) -> dict[str, Any]:

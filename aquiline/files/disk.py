@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import errno
+import gzip
+import io
 import json
 import os
 import secrets
@@ -194,7 +196,8 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code))
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, each read from it as it is used."""
     try:
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
@@ -206,14 +209,14 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     pickled = folder / "pytorch_model.bin"
     if single.is_file():
-        return _read_safetensors(single)
+        return read_safetensors(single)
     if index.is_file():
         shards = sorted(set(_weight_map(index).values()))
         absent = [s for s in shards if not (folder / s).is_file()]
         require(not absent, f"{folder} lacks {', '.join(absent)}, which its index names; copy it there")
         tensors: dict[str, Tensor] = {}
         for shard in shards:
-            tensors |= _read_safetensors(folder / shard)
+            tensors |= read_safetensors(folder / shard)
         return tensors
     require(
         pickled.is_file(),
@@ -244,10 +247,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def read_pickle(path: Path) -> Any:
-    """What torch.save wrote, of plain values and tensors only; the tensors on the CPU."""
+def read_pickle(path: Path, mapped: bool = False) -> Any:
+    """What torch.save wrote, also through gzip, of plain values and tensors only, on the CPU; `mapped` tensors are read
+    from the file as they are used.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if path.suffix == ".gz":
+            with gzip.open(path) as file:
+                return torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many kinds on a damaged or an unsafe pickle
         raise UserError(f"{path} cannot be read as plain weights: {one_line(error)}") from error
 

@@ -37,6 +37,7 @@ from aquiline.data.dataset import (
     token_counts,
 )
 from aquiline.data.features import FeatureStore, compute
+from aquiline.data.stored_states import StoredStates, drop_layers
 from aquiline.files import checkpoint, disk
 from aquiline.files.checkpoint import DraftInfo
 from aquiline.measure.evaluate import machine, versions
@@ -70,6 +71,7 @@ class TrainingRun:
     record: dict[str, Any]  # the fixed part of run.json
     setup: dict[str, Any]  # setup.json
     sources: dict[str, str]  # where each of the draft's tensors comes from
+    stored: StoredStates | None = None  # in place of the target's passes
 
     @staticmethod
     def prepare(
@@ -91,6 +93,7 @@ class TrainingRun:
     ) -> "TrainingRun":
         """Read the data, load the target, make the draft. UserError for what does not fit; writes nothing.
 
+        `data`: files of answers, or folders of hidden states that other trainers' fleets wrote (files/state_files.py).
         `warm_start`: a head (folder, hub id or `default`) whose weights, vocabulary map, captured layers and switches
         the run begins with. `command`: the command line, for the record. `strict`: the first row of no
         use is an error. `shard_target`: each of several `processes` keeps a part of the target; all call this.
@@ -104,7 +107,9 @@ class TrainingRun:
             launched() == 1 or not config.feature_loss,
             f"the feature loss, an ablation, is for one process, and {launched()} were started: leave torchrun out",
         )
-        home = "cpu" if shard_target else device  # a part of it goes to the device
+        stored = _stored_states(data, capture_after, warm_start, shard_target)
+        home = device if not shard_target and stored is None else "cpu"  # a part of it goes to the device
+        loaded_as = dtype if stored is None else None  # else its layers would be read from the disk, for nothing
         target_config = checkpoint.read_target_config(target_spec)
         if capture_after is not None:
             check_capture_after(capture_after, target_config.num_layers)
@@ -113,7 +118,9 @@ class TrainingRun:
         earlier = {} if warm_start is None else _run_record(warm_start)
         before = earlier.get("held_out")  # an older head does not tell
         before = before if isinstance(before, list) else None
-        training, held_out = hold_out(reading.documents, config.held_out, config.seed, before or ())
+        training, held_out = hold_out(
+            reading.documents, config.held_out, config.seed, before or (), sampled=stored is not None
+        )
         require(
             bool(held_out),
             "no row was decoded greedily by the target (`temperature` 0), and some must be held out to measure the "
@@ -125,16 +132,16 @@ class TrainingRun:
         longest_row = max(map(len, training))
         started: dict[str, Any] | None = None
         if warm_start is None:
-            target = checkpoint.load_target(target_spec, dtype, home, capture_after)
+            target = checkpoint.load_target(target_spec, loaded_as, home, capture_after)
             counts = token_counts(training, target.config.vocab_size)
             size = config.draft_vocab_size or min(DEFAULT_DRAFT_VOCAB, target.config.vocab_size)
             config = dataclasses.replace(config, draft_vocab_size=size)
             known = range(target.config.vocab_size)  # configs name ids beyond it
             vocab = VocabMap.build(counts, size, always=tuple(i for i in sorted(chat.end_of_turn_ids) if i in known))
-            draft = Draft(draft_config(target, config, longest_row), vocab).to(device)
+            draft = Draft(draft_config(target, config, longest_row), vocab).to(home)
         else:
             target, draft, started = _warm_start(
-                warm_start, earlier, target_spec, dtype, home, chat, config, capture_after
+                warm_start, earlier, target_spec, loaded_as, home, chat, config, capture_after
             )
             started["held_out"] = None if before is None else still_held_out(held_out, before, started["head"])
             counts, vocab = token_counts(training, target.config.vocab_size), draft.vocab.to("cpu")
@@ -162,12 +169,19 @@ class TrainingRun:
             config = dataclasses.replace(config, decode_every=0)  # whose number of passes no other process knows
         if started is None:
             with passes_together(target, 1, processes):
-                features_of_some = compute(target, training[:_INIT_DOCUMENTS])
+                features_of_some = (compute if stored is None else stored.features)(target, training[:_INIT_DOCUMENTS])
                 with whole(target.model.layers[-1]):
                     sources = init_draft(draft, target, features_of_some, config.seed, config.init)
         else:
             sources = {name: started["head"] for name, _ in draft.named_parameters()}
         draft.lm_head.weight.requires_grad_(config.train_lm_head)
+        greedy_share = None
+        if stored is not None:
+            drop_layers(target)
+            target.to(device, dtype)
+            draft.to(device)
+            config = dataclasses.replace(config, decode_every=0)
+            greedy_share = stored.check(target, held_out)
         record = {
             "command": list(command),
             "target": dataclasses.asdict(info),
@@ -181,7 +195,8 @@ class TrainingRun:
                 "tokens": sum(map(len, training)),
                 "supervised_tokens": int(counts.sum()),
                 "coverage": vocab.coverage(counts),
-            },
+            }
+            | ({} if stored is None else {"states": stored.made_by, "greedy_share": greedy_share}),
             "documents": fingerprint(training),
             "held_out": sorted({prompt_hash(d) for d in held_out}),
             "machine": machine(target.device),
@@ -189,7 +204,7 @@ class TrainingRun:
         } | ({} if started is None else {"warm_start": started})
         run = TrainingRun(
             out, config, target, draft, info, training, held_out, vocab.coverage(counts), features, record, setup,
-            sources,
+            sources, stored,
         )  # fmt: skip
         run._check_head()
         return run
@@ -230,7 +245,10 @@ class TrainingRun:
         Of several `processes` the first one makes and writes the files.
         """
         if processes.first:
-            store, held_out = self._store("train", self.training), self._store("held_out", self.held_out)
+            store, held_out = (
+                self._store(documents, self.features and self.features / name)
+                for name, documents in (("train", self.training), ("held_out", self.held_out))
+            )
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -239,8 +257,8 @@ class TrainingRun:
             processes.wait()
         else:
             processes.wait()  # until the folder of features is there
-            store = self._store("train", self.training)
-            held_out = FeatureStore(None, self.target, self.held_out, self.info.target_fingerprint)
+            store = self._store(self.training, self.features and self.features / "train")
+            held_out = self._store(self.held_out)
         with RunLog(self.out, self.record | {"training": dataclasses.asdict(self.config)}) as log:
 
             def tell(progress: Progress) -> None:
@@ -263,10 +281,7 @@ class TrainingRun:
 
     def estimate(self) -> Estimate:
         """What the run will take, from a few of its updates; nothing is written."""
-        store, held_out = (
-            FeatureStore(None, self.target, documents, self.info.target_fingerprint)
-            for documents in (self.training, self.held_out)
-        )
+        store, held_out = self._store(self.training), self._store(self.held_out)
         return estimate(self._trainer(store, held_out, lambda _: None), keeps_features=self.features is not None)
 
     def _trainer(
@@ -302,12 +317,31 @@ class TrainingRun:
         same = same and "training" in found and not changed_settings(found["training"], self.config)
         require(same, f"{self.head} exists and was not written by this run; give another output folder")
 
-    def _store(self, name: str, documents: list[Document]) -> FeatureStore:
-        folder = None if self.features is None else self.features / name
-        return FeatureStore(folder, self.target, documents, self.info.target_fingerprint)
+    def _store(self, documents: list[Document], folder: Path | None = None) -> FeatureStore:
+        source, made_by = (None, "") if self.stored is None else (self.stored.features, self.stored.made_by)
+        return FeatureStore(folder, self.target, documents, self.info.target_fingerprint, source, made_by)
 
     def _save_head(self, draft: Draft, record: dict[str, Any]) -> None:
         checkpoint.save_draft(draft, self.head, self.info, record)
+
+
+def _stored_states(
+    data: Sequence[Path], capture_after: tuple[int, ...] | None, warm_start: str | Path | None, shard_target: bool
+) -> StoredStates | None:
+    """Where the data are folders of hidden states. Which layers they are of is nowhere in them, and is not guessed."""
+    if not any(path.is_dir() for path in data):
+        return None
+    stored = StoredStates(data)
+    require(
+        capture_after is not None or warm_start is not None,
+        "nothing in the folders says which layers the hidden states are of: give --capture-after A,B,C, counted from "
+        "0, the state after each. SpecForge counts so, too; from each of the ids given to speculators or vLLM take 1, "
+        "and leave out the last, that of all layers",
+    )
+    require(
+        not shard_target, "--shard-target spreads the target's layers, which stored states do without: leave it out"
+    )
+    return stored
 
 
 def _run_record(head: str | Path) -> dict[str, Any]:
@@ -319,7 +353,7 @@ def _warm_start(
     head: str | Path,
     earlier: dict[str, Any],
     target_spec: str | Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device | str,
     chat: Chat,
     config: TrainConfig,
