@@ -45,7 +45,7 @@ from aquiline.files.disk import (
 )
 from aquiline.files.gguf_file import GGUF, read_gguf
 from aquiline.model.draft import Draft
-from aquiline.model.target import Target
+from aquiline.model.target import LlamaTarget, Target
 from aquiline.model.vocab import VocabMap
 
 DEFAULT = "default"
@@ -199,7 +199,7 @@ def load_target(
         f"{path}: its config says {config.num_layers} layers, and its weights hold {max(layers, default=-1) + 1}",
     )
     capture = capture_after if capture_after is not None else default_capture_after(config.num_layers)
-    target = _fill(lambda: Target(config, capture), tensors, dtype, device, f"target {path}")
+    target = _fill(lambda: LlamaTarget(config, capture), tensors, dtype, device, f"target {path}")
     return target.requires_grad_(False).eval()
 
 
@@ -534,7 +534,7 @@ def _share_or_own(
         return config
     if target is None:
         return _whose_embedding(config, hf, tensors, notes)
-    theirs = target.model.embed_tokens.weight.detach().cpu()
+    theirs = target.embedding.weight.detach().cpu()
     # Writers differ in whether they save the frozen embedding, and in which dtype.
     if torch.equal(theirs.to(embedding.dtype), embedding) or torch.equal(embedding.to(theirs.dtype), theirs):
         del tensors["embed_tokens.weight"]

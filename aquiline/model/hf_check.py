@@ -1,0 +1,67 @@
+"""Whether a target that Transformers computes is computed right: a few passes over a few tokens, when it is loaded.
+
+A model whose code ignores our mask, our positions or our cache would still write text, other text with a draft than
+without one. So a tree with branches, behind a cached prompt, is compared with plain passes of the model's own attention
+over each of its paths, up to the logits; and tokens of one branch are exchanged, which must not reach another branch.
+"""
+
+import torch
+from torch import Tensor
+
+from aquiline.config import require
+from aquiline.model.hf_target import ATTENTION, HFTarget
+
+_PROMPT = 6
+_PARENTS = (0, 0, 1, 1, 2, 2)  # of the nodes in the pass; the root is 0: two branches, each with two ends
+_PATHS = ((0, 1, 3), (0, 1, 4), (0, 2, 5), (0, 2, 6))
+_NEAR, _NEAR_16 = 1e-3, 0.1  # of float32, and of 16 bits, where an expert may be another
+
+
+@torch.no_grad()
+def check(target: HFTarget) -> None:
+    """UserError unless passes over a tree equal the model's own plain ones."""
+    generator = torch.Generator().manual_seed(0)
+    size = min(target.config.vocab_size, target.embedding.num_embeddings)
+    ids = torch.randint(0, size, (_PROMPT + 1 + len(_PARENTS),), generator=generator).to(target.device)
+    prompt, tree = ids[:_PROMPT], ids[_PROMPT:]
+    found = _tree_pass(target, prompt, tree)
+    rows = torch.stack([torch.cat((prompt, tree[list(path)])) for path in _PATHS])
+    target.use_attention("eager")
+    try:
+        own = target.hf(input_ids=rows, use_cache=False).logits.float()
+    finally:
+        target.use_attention(ATTENTION)
+    for path, wanted in zip(_PATHS, own[:, _PROMPT:], strict=True):
+        off = _distance(target.logits(found[list(path)]), wanted)
+        require(
+            off < (_NEAR if target.dtype == torch.float32 else _NEAR_16),
+            f"with our attention its logits are another model's (off by {off:.2g} of their size): positions, mask or "
+            "cache do not reach its layers, or it does to scores or logits what is not known here",
+        )
+    tree[[2, 5, 6]] = (tree[[2, 5, 6]] + 1) % size
+    again = _tree_pass(target, prompt, tree)
+    off = _distance(again[[0, 1, 3, 4]], found[[0, 1, 3, 4]])
+    require(off < _NEAR, f"its tokens see what the mask hides (off by {off:.2g} of their states' size)")
+
+
+def _tree_pass(target: HFTarget, prompt: Tensor, tree: Tensor) -> Tensor:
+    """The final states of root and nodes."""
+    device = prompt.device
+    positions = torch.arange(_PROMPT, device=device)
+    cache = target.new_cache(1, _PROMPT)
+    out = target(prompt[None], positions[None])
+    cache.keep(0, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
+    mask = torch.eye(len(tree), dtype=torch.bool, device=device)
+    depths = [0]
+    for node, parent in enumerate(_PARENTS, 1):
+        mask[node] |= mask[parent]
+        depths.append(depths[parent] + 1)
+    where = torch.tensor([depths], device=device) + _PROMPT
+    return target(tree[None], where, mask[None], cache, [0]).last_BND[0]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The median token's distance from where it should be, as a share of its size; of float32 the farthest one's."""
+    a, b = a.float(), b.float()
+    off = (a - b).norm(dim=-1) / (b - b.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-6)
+    return float(off.max())
