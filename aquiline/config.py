@@ -77,7 +77,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """One target. Those of `FAMILIES` differ only by these switches; of others these are the sizes that a head takes."""
+    """One target. Those of `FAMILIES` differ only by these switches; of others it has the sizes that a head takes."""
 
     family: str
     vocab_size: int

@@ -33,7 +33,7 @@ from aquiline.config import (
     default_capture_after,
     require,
 )
-from aquiline.files import draft_formats, target_formats
+from aquiline.files import draft_formats, hf_folder, target_formats
 from aquiline.files.disk import (
     atomic_folder,
     one_line,
@@ -138,6 +138,14 @@ def target_name(spec: str | Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
+def target_architectures(spec: str | Path) -> list[str]:
+    """What other engines know the target's class by."""
+    path = target_path(spec)
+    if _is_gguf(path):
+        return [target_formats.ARCHITECTURES[_read_gguf_target(path)[1].family]]
+    return target_formats.texts(read_json(path / "config.json"), "architectures")
+
+
 def _is_gguf(path: Path) -> bool:
     return path.is_file()
 
@@ -157,7 +165,10 @@ def _read_folder_config(folder: Path) -> tuple[TargetConfig, list[str]]:
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else None
     with _naming(folder / "config.json"):
-        return target_formats.target_config(hf, generation)
+        try:
+            return target_formats.target_config(hf, generation)
+        except target_formats.NotOurs:
+            return hf_folder.hf_target_config(folder, hf, generation)
 
 
 def read_target_config(spec: str | Path) -> TargetConfig:
@@ -183,6 +194,10 @@ def load_target(
         tensors = _dequantise(path, file, config)
     else:
         config, notes = _read_folder_config(path)
+        if config.structure:
+            _warn(notes)
+            capture = capture_after if capture_after is not None else default_capture_after(config.num_layers)
+            return hf_folder.load_hf_target(path, config, dtype, device, capture)
         tensors = {k: t for k, t in read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
     _warn(notes)
     if config.tied_head and "lm_head.weight" in tensors:
@@ -301,9 +316,12 @@ def target_fingerprint(target: Target) -> str:
     facts = dataclasses.asdict(target.config)
     for name in ("family", "max_positions", "eos_token_ids", "bos_token_id"):  # change no hidden state
         del facts[name]
+    if not facts["structure"]:  # of our own forward nothing else is to be said
+        del facts["structure"]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(_state(target).items()):
-        rows = tensor if tensor.ndim == 1 else tensor[[0, len(tensor) // 2]]
+        tensor = tensor.flatten(0, -2) if tensor.ndim > 2 else tensor  # matrices of several experts
+        rows = tensor if tensor.ndim < 2 else tensor[[0, len(tensor) // 2]]
         digest.update(name.encode())
         digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -87,7 +87,7 @@ def convert(
             config = _plain(file, target)
             if to == SPECULATORS:
                 verifier = _verifier(file, target_spec, report)
-                architectures = [] if target is None else checkpoint.target_architectures(target_spec)
+                architectures = [] if target_spec is None else checkpoint.target_architectures(target_spec)
                 config = speculators_format.speculators_config(config, file.config, verifier, architectures)
             _write_folder(scratch, config, file, embedding, _NAMES[to])
             _read_back(scratch, file, target)

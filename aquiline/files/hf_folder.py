@@ -18,7 +18,12 @@ from aquiline.files.target_formats import rope_config, token_ids
 from aquiline.model.hf_check import check
 from aquiline.model.hf_target import HFTarget
 
-_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}  # of layers that keep keys and values
+_KINDS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+}  # of layers that keep keys and values
 # Keys of a config.json that change no hidden state, or that a library adds on saving.
 _NO_MATTER = {
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "max_position_embeddings", "model_type",
@@ -47,8 +52,8 @@ def hf_target_config(
     kinds = set(getattr(config, "layer_types", None) or [])
     require(
         kinds <= _KINDS,
-        f"{family} has layers of {', '.join(sorted(kinds - _KINDS))}, which keep a state of all tokens so far instead of "
-        "keys and values: such a state cannot be that of a tree",
+        f"{family} has layers of {', '.join(sorted(kinds - _KINDS))}, which keep a state of all tokens so far, and not "
+        "the keys and values of each: it cannot be that of a tree",
     )
     notes: list[str] = []
     heads = _size(config, family, "num_attention_heads")
@@ -88,7 +93,7 @@ def _auto_config(folder: Path) -> Any:
 def _class_name(config: Any) -> str | None:
     from transformers import AutoModelForCausalLM
 
-    found = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return None if found is None else found.__name__
 
 
@@ -151,8 +156,9 @@ def load_hf_target(
     """
     from transformers import AutoModelForCausalLM
 
+    loader: Any = AutoModelForCausalLM
     try:
-        hf, report = AutoModelForCausalLM.from_pretrained(
+        hf, report = loader.from_pretrained(
             folder, dtype=dtype or "auto", attn_implementation="eager", use_safetensors=True, local_files_only=True,
             output_loading_info=True,
         )  # fmt: skip

@@ -84,7 +84,8 @@ class _Pass:
         require(len(heads) == 1, f"its layers have {' or '.join(map(str, heads))} key heads; one number is expected")
         width = max(k.shape[-1] for k in self.keys)
         keys, values = (
-            torch.stack([F.pad(x, (0, width - x.shape[-1])) for x in of_layers]) for of_layers in (self.keys, self.values)
+            torch.stack([F.pad(x, (0, width - x.shape[-1])) for x in of_layers])
+            for of_layers in (self.keys, self.values)
         )
         return keys, values
 
@@ -156,7 +157,7 @@ class HFTarget(Target):
         require(given == ATTENTION, "its attention does not go through Transformers' attention interface")
         self.head_form = _head_form(hf)
         self._tied = self.head_weight.data_ptr() == self.embedding.weight.data_ptr()
-        for number, layer in enumerate(_layers(hf.base_model, config.num_layers)):
+        for number, layer in enumerate(_layers(_decoder(hf), config.num_layers)):
             layer.register_forward_hook(_capturing(number, number in capture_after))
 
     def use_attention(self, name: str) -> None:
@@ -164,7 +165,7 @@ class HFTarget(Target):
         self.hf.set_attn_implementation(name)
 
     @cached_property
-    def embedding(self) -> nn.Embedding:  # type: ignore[override]
+    def embedding(self) -> nn.Embedding:
         """Its rows as they are stored: Gemma multiplies them by sqrt(D), Granite by another number, when it reads them,
         and a draft, which norms them, reads them as they are in SpecForge, SGLang and vLLM.
         """
@@ -178,16 +179,13 @@ class HFTarget(Target):
     def decoding(self) -> str:
         return "PyTorch (Transformers)"
 
-    @cached_property
-    def _heads(self) -> tuple[int, int]:
-        """Key heads and their width, as a pass leaves them."""
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        with torch.no_grad():
-            keys = self(token, token).keys_LBGNE
-        return keys.shape[2], keys.shape[4]
-
+    @torch.no_grad()
     def new_cache(self, num_slots: int, capacity: int, tokens: int | None = None) -> KVCache:
-        return KVCache(self.config.num_layers, num_slots, capacity, *self._heads, self.dtype, self.device, tokens)
+        """Of the key heads, and of their width, that a pass leaves; the config names others here and there."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        keys = self(token, token).keys_LBGNE
+        heads, width = keys.shape[2], keys.shape[4]
+        return KVCache(self.config.num_layers, num_slots, capacity, heads, width, self.dtype, self.device, tokens)
 
     def forward(
         self,
@@ -205,7 +203,7 @@ class HFTarget(Target):
         before = _running.set(running)
         try:
             # With a mask of its own, of ones, Transformers does not take positions that repeat for packed documents.
-            last = self.hf.base_model(
+            last = _decoder(self.hf)(
                 input_ids=ids_BN,
                 position_ids=running.positions_BN,
                 attention_mask=torch.ones_like(ids_BN),
@@ -240,6 +238,12 @@ def _register() -> None:
     AttentionMaskInterface.register(ATTENTION, _mask)
 
 
+def _decoder(hf: Any) -> nn.Module:
+    """The part without the head."""
+    found = hf.get_decoder()
+    return hf.model if found is hf else found  # llama4_text names itself
+
+
 def _head_form(hf: Any) -> HeadForm:
     """What the model's code does between head and logits. Which key of its config says it is known by name; that it is
     all, hf_check.py finds out.
@@ -263,7 +267,9 @@ def _layers(body: nn.Module, count: int) -> nn.ModuleList:
     found = [
         module
         for name, module in body.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and not any(p.isdecimal() for p in name.split("."))
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and not any(p.isdecimal() for p in name.split("."))
     ]
     require(len(found) == 1, f"{len(found)} lists of {count} layers are in it; one is expected")
     return found[0]
