@@ -14,7 +14,8 @@ from aquiline.model.hf_target import ATTENTION, HFTarget
 _PROMPT = 6
 _PARENTS = (0, 0, 1, 1, 2, 2)  # of the nodes in the pass; the root is 0: two branches, each with two ends
 _PATHS = ((0, 1, 3), (0, 1, 4), (0, 2, 5), (0, 2, 6))
-_NEAR, _NEAR_16 = 1e-3, 0.1  # of float32, and of 16 bits, where an expert may be another
+_NEAR, _NEAR_16 = 1e-3, 0.1  # of float32; of 16 bits, where a sum is rounded otherwise and an expert may be another
+_APART = 0.02  # the same pass but for other tokens in another branch: the same sums, if not always in the same order
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def check(target: HFTarget) -> None:
     finally:
         target.use_attention(ATTENTION)
     for path, wanted in zip(_PATHS, own[:, _PROMPT:], strict=True):
-        off = _distance(target.logits(found[list(path)]), wanted)
+        off = _distance(target.logits(found[list(path)]), wanted, target.dtype)
         require(
             off < (_NEAR if target.dtype == torch.float32 else _NEAR_16),
             f"with our attention its logits are another model's (off by {off:.2g} of their size): positions, mask or "
@@ -40,8 +41,11 @@ def check(target: HFTarget) -> None:
         )
     tree[[2, 5, 6]] = (tree[[2, 5, 6]] + 1) % size
     again = _tree_pass(target, prompt, tree)
-    off = _distance(again[[0, 1, 3, 4]], found[[0, 1, 3, 4]])
-    require(off < _NEAR, f"its tokens see what the mask hides (off by {off:.2g} of their states' size)")
+    off = _distance(again[[0, 1, 3, 4]], found[[0, 1, 3, 4]], target.dtype)
+    require(
+        off < (_NEAR if target.dtype == torch.float32 else _APART),
+        f"its tokens see what the mask hides (off by {off:.2g} of their states' size)",
+    )
 
 
 def _tree_pass(target: HFTarget, prompt: Tensor, tree: Tensor) -> Tensor:
@@ -60,8 +64,8 @@ def _tree_pass(target: HFTarget, prompt: Tensor, tree: Tensor) -> Tensor:
     return target(tree[None], where, mask[None], cache, [0]).last_BND[0]
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    """The median token's distance from where it should be, as a share of its size; of float32 the farthest one's."""
-    a, b = a.float(), b.float()
+def _distance(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
+    """How far a token is from where it should be, as a share of its size: in float32 the farthest, else the median."""
+    a, b = found.float(), wanted.float()
     off = (a - b).norm(dim=-1) / (b - b.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-6)
-    return float(off.max())
+    return float(off.max() if dtype == torch.float32 else off.median())

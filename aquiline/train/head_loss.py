@@ -21,7 +21,8 @@ def teacher_probs(
     """The target's probabilities of the draft vocabulary `[P, W]`, from its final states.
 
     `form` is that of these rows. The probabilities sum to one over the draft vocabulary; with `logsumexp_P`, over the
-    full one, whose logits these are the log-sum-exp of. Under bf16 autocast the product and what is kept are bf16, all between them float32.
+    full one, whose logits these are the log-sum-exp of. Under bf16 autocast the product and what is kept are bf16, all
+    between them float32.
     """
     dtype = _dtype(last_PD.device, torch.float32)
     head_rows = head_rows_WD.to(dtype)
