@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
+from aquiline import api
 from aquiline.config import TOP, Limits, TreeConfig, UserError
 from aquiline.data.features import compute
 from aquiline.decode.drafter import EagleDrafter
@@ -19,8 +20,11 @@ from aquiline.model.hf_check import check
 from aquiline.model.hf_target import HFTarget
 from aquiline.train.head_loss import teacher_probs
 from tests.conftest import randomise, tiny_draft
+from tests.test_cli import aquiline  # noqa: F401 (a fixture)
 from tests.test_engine import SHAPES, Scripted, decode, prompt
 from tests.test_ttt import documents
+from tests.test_walk import check_walk, learn
+from tests.tiny_chat import assistant, byte_chat, user
 
 WINDOW = 7  # shorter than every sequence here
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -334,3 +338,80 @@ def test_weights_that_do_not_fit_are_named(pairs, tmp_path, what):
     hf.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(UserError, match=f"{name} is {what}"):
         checkpoint.load_target(tmp_path, torch.float32, capture_after=(0, 1, 2))
+
+
+# ---------------------------------------------------------------- as a user would
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, quiet_transformers):
+    """A Gemma 2 with a tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "gemma"
+    kind, changes = CASES["gemma2"]
+    chat = byte_chat()
+    chat.save(path)
+    write_model(path, kind, changes | {"vocab_size": 262, "eos_token_id": 261, "max_position_embeddings": 512})
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:the data has", "ignore:the draft's tokens are hardly ever accepted")
+def test_a_head_is_trained_and_decodes(folder, tmp_path, aquiline):  # noqa: F811
+    model = api.load(folder, "none", dtype="float32", device="cpu")
+    rows = []
+    for i in range(8):
+        ids = model.prompt_ids(f"say {i}")
+        reply = model.generate(ids, max_new_tokens=24).token_ids
+        rows.append({"id": f"r{i}", "temperature": 0, "prompt_ids": ids, "response_ids": reply})
+    data, out = tmp_path / "answers.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--target", folder, "--dtype", "float32", "--device", "cpu"]
+    code, _, err = aquiline(
+        "train", data, "--out", out, *common, "--capture-after", "0,1,2", "--batch-tokens", 120, "--ttt-steps", 3,
+        "--draft-vocab-size", 100, "--held-out", 2, "--eval-every", 3, "--epochs", 6,
+    )  # fmt: skip
+    assert code == 0, err
+    history = json.loads((out / "head" / "run.json").read_text())["history"]
+    assert history[-1]["train_loss"] < history[0]["train_loss"]
+    code, printed, err = aquiline(
+        "generate", "say 3", *common, "--draft", out / "head", "--tree", "3:4:10", "--json", "--compare"
+    )
+    assert code == 0, err
+    assert json.loads(printed)["equal"] is True
+    assert "PyTorch (Transformers)" in err
+    assert "other weights" not in err
+    code, _, err = aquiline("convert", out / "head", tmp_path / "vllm", "--to", "speculators", "--target", folder)
+    assert code == 0, err
+    written = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert written["speculators_config"]["verifier"]["architectures"] == ["Gemma2ForCausalLM"]
+    for more, words in ((["--init", "target-layer"], "use init random"), (["--shard-target"], "torchrun")):
+        code, _, err = aquiline("train", data, "--out", tmp_path / "b", *common, "--capture-after", "0,1,2", *more)
+        assert code != 0
+        assert words in " ".join(err.split())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
+def test_a_head_is_decoded_as_it_was_trained(pairs, name):
+    """Cycle by cycle: what training computes of it is what its decoding does."""
+    _, target = pairs(name)
+    assert check_walk(*learn(60, 4, target=target)) > 1.2
+
+
+def test_a_conversation_keeps_its_cache(folder):
+    model = api.load(folder, api.NGRAM, dtype="float32", device="cpu")
+    talk = api.Conversation(model, max_new_tokens=12, tree="3:1:3")
+    first = "".join(delta.text for delta in talk.say("hi"))
+    again = "".join(delta.text for delta in talk.say("and then?"))
+    assert talk.reused_tokens > 0
+    fresh = [user("hi"), assistant(first), user("and then?")]
+    assert again == model.generate(fresh, max_new_tokens=12, plain=True).text
+
+
+def test_other_weights_and_another_structure_have_another_fingerprint(folder, tmp_path):
+    target = checkpoint.load_target(folder, torch.float32, capture_after=(0, 1, 2))
+    first = checkpoint.target_fingerprint(target)
+    assert checkpoint.target_fingerprint(checkpoint.load_target(folder, capture_after=(0, 1, 2))) == first  # in bf16
+    facts = json.loads((folder / "config.json").read_text())
+    for changes, same in (({"transformers_version": "5.0.0"}, True), ({"sliding_window": 9}, False)):
+        config, _ = hf_folder.hf_target_config(folder, facts | changes, None)
+        target.config = config
+        assert (checkpoint.target_fingerprint(target) == first) == same
