@@ -383,8 +383,9 @@ def test_a_head_is_trained_and_decodes(folder, tmp_path, aquiline):  # noqa: F81
     assert code == 0, err
     written = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["architectures"] == ["Gemma2ForCausalLM"]
+    few = ("--capture-after", "0,1,2", "--draft-vocab-size", 100, "--held-out", 2)
     for more, words in ((["--init", "target-layer"], "use init random"), (["--shard-target"], "torchrun")):
-        code, _, err = aquiline("train", data, "--out", tmp_path / "b", *common, "--capture-after", "0,1,2", *more)
+        code, _, err = aquiline("train", data, "--out", tmp_path / "b", *common, *few, *more)
         assert code != 0
         assert words in " ".join(err.split())
 
