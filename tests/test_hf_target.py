@@ -325,6 +325,28 @@ def test_logits_that_are_not_the_models_own_are_found(pairs, tmp_path, key):
         checkpoint.load_target(tmp_path, torch.float32, capture_after=(0, 1, 2))
 
 
+@pytest.mark.parametrize("method", ["torchao", "bitsandbytes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_model_decodes_as_it_is_where_its_package_is_installed(tmp_path, method, dtype):
+    pytest.importorskip(method)
+    if method == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        how = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        how = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    write_model(tmp_path / "plain", "Llama", {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16})
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=how, dtype=dtype)
+    hf.save_pretrained(tmp_path / "small")
+    target = checkpoint.load_target(tmp_path / "small", dtype, capture_after=(0, 1, 2))
+    assert isinstance(target, HFTarget)  # a Llama, which our own forward computes when it is not quantised
+    assert len(checkpoint.target_fingerprint(target)) == 32
+    if dtype == torch.float32:
+        draft = tiny_draft(target).requires_grad_(False)
+        found = decode(target, draft, PROMPTS, tree=TreeConfig(2, 3, 6), limit=16, max_batch=3)
+        assert [r.output_ids for r in found] == [generated(hf, p, 16) for p in PROMPTS]
+
+
 @pytest.mark.parametrize("what", ["missing", "left over"])
 def test_weights_that_do_not_fit_are_named(pairs, tmp_path, what):
     hf, _ = pairs("olmo2")

@@ -320,6 +320,8 @@ def target_fingerprint(target: Target) -> str:
         del facts["structure"]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(_state(target).items()):
+        if type(tensor) is not Tensor:  # a quantisation's own kind, which has no bytes to be hashed
+            tensor = tensor.dequantize()
         tensor = tensor.flatten(0, -2) if tensor.ndim > 2 else tensor  # matrices of several experts
         rows = tensor if tensor.ndim < 2 else tensor[[0, len(tensor) // 2]]
         digest.update(name.encode())
