@@ -9,7 +9,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from aquiline import api
-from aquiline.config import TOP, Limits, TreeConfig, UserError
+from aquiline.config import TOP, Limits, RopeConfig, TreeConfig, UserError
 from aquiline.data.features import compute
 from aquiline.decode.drafter import EagleDrafter
 from aquiline.decode.engine import Engine, Request
@@ -18,11 +18,13 @@ from aquiline.files import checkpoint, hf_folder
 from aquiline.model import hf_check, hf_target
 from aquiline.model.hf_check import check
 from aquiline.model.hf_target import HFTarget
-from aquiline.train.head_loss import teacher_probs
+from aquiline.train.init import init_draft
+from aquiline.train.loop import make_pack
+from aquiline.train.ttt import unroll
 from tests.conftest import randomise, tiny_draft
 from tests.test_cli import aquiline  # noqa: F401 (a fixture)
 from tests.test_engine import SHAPES, Scripted, decode, prompt
-from tests.test_ttt import documents
+from tests.test_ttt import check_equal, dense_reference, documents, weighted
 from tests.test_walk import check_walk, learn
 from tests.tiny_chat import assistant, byte_chat, user
 
@@ -70,6 +72,7 @@ REFUSED = {
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
     "diffllama": ("DiffLlama", {}, "layers have attended"),
     "doge": ("Doge", {}, "without the mask"),
+    "gemma4_text": ("Gemma4Text", {}, "for each layer"),
 }
 
 
@@ -173,17 +176,22 @@ def test_states_are_the_models_own_and_documents_see_only_themselves(pairs, name
         start += len(d)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite", "cohere2", "phi", "qwen3_moe"])
-def test_the_teacher_is_the_target(pairs, name):
-    """Probabilities that train a draft are those of the logits that decode, whatever the model makes of its head."""
+@pytest.mark.parametrize("kind", ["ce", "lk"])
+@pytest.mark.parametrize("name", ["gemma2", "granite", "phi"])  # soft cap, scale, bias
+def test_a_head_learns_from_the_logits_that_decode(pairs, name, kind):
     _, target = pairs(name)
-    draft = tiny_draft(target)
-    features, ids = compute(target, documents()), draft.vocab.target_ids_W
-    logits = target.logits(features.last_TD)
-    rows, form = target.head_weight[ids], target.head_form.of(ids)
-    assert torch.allclose(teacher_probs(features.last_TD, rows, None, form), logits[:, ids].softmax(-1), atol=1e-5)
-    over_all = teacher_probs(features.last_TD, rows, logits.logsumexp(-1), form)
-    assert torch.allclose(over_all, logits.softmax(-1)[:, ids], atol=1e-5)
+    draft, docs = tiny_draft(target), documents()
+    reference = [dense_reference(draft, target, d, compute(target, [d]), 3, 0.8, kind) for d in docs]
+    pack = make_pack(docs, compute(target, docs), draft, target)
+    loss, _ = unroll(draft, pack, target.head_weight[draft.vocab.target_ids_W], 3, 0.8, loss=kind)
+    check_equal(draft, weighted(reference, 3, 0.8), loss)
+
+
+def test_lm_head_starts_as_the_rows_that_give_the_targets_logits(pairs):
+    _, target = pairs("granite")
+    draft, states = tiny_draft(target), torch.randn(5, 32)
+    init_draft(draft, target, compute(target, documents()), 0)
+    assert torch.allclose(draft.lm_head(states), target.logits(states)[:, draft.vocab.target_ids_W], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3_moe"])
@@ -345,6 +353,35 @@ def test_a_quantised_model_decodes_as_it_is_where_its_package_is_installed(tmp_p
         draft = tiny_draft(target).requires_grad_(False)
         found = decode(target, draft, PROMPTS, tree=TreeConfig(2, 3, 6), limit=16, max_batch=3)
         assert [r.output_ids for r in found] == [generated(hf, p, 16) for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"model_type": "no_such_type"}, "does not recognize"),
+        ({"model_type": "t5"}, "only text models"),
+        ({"model_type": "gemma3"}, "only text models"),
+        ({"model_type": "gemma2", "hidden_size": "x"}, "hidden_size"),
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForSequenceClassification"]}, "expected Gemma2ForCausalLM"),
+    ],
+)
+def test_what_is_no_plain_language_model_is_refused(tmp_path, facts, why):
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=why) as refused:
+        checkpoint.read_target_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(refused.value)
+
+
+def test_a_context_ends_where_keys_would_be_turned_otherwise(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 5000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config_of("Phi3", {"rope_parameters": rope, "original_max_position_embeddings": 64}).save_pretrained(tmp_path)
+    config = checkpoint.read_target_config(tmp_path)
+    assert config.max_positions == 64
+    assert config.rope == RopeConfig(5000.0)  # a head turns its keys by the base alone
+    both = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    both["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    config_of("Gemma3Text", {"rope_parameters": both}).save_pretrained(tmp_path)
+    assert checkpoint.read_target_config(tmp_path).rope == RopeConfig(1e6, "linear", 8.0)
 
 
 @pytest.mark.parametrize("what", ["missing", "left over"])

@@ -40,7 +40,7 @@ def hf_target_config(
     """
     family, config = hf.get("model_type"), _auto_config(folder)
     require(
-        "text_config" not in hf and not config.is_encoder_decoder,
+        getattr(config, "text_config", None) is None and not config.is_encoder_decoder,
         f"model_type {family!r} is more than a decoder of text; only text models are supported",
     )
     class_name = _class_name(config)
@@ -58,7 +58,7 @@ def hf_target_config(
     notes: list[str] = []
     heads = _size(config, family, "num_attention_heads")
     hidden = _size(config, family, "hidden_size")
-    inner = getattr(config, "intermediate_size", None)
+    inner = _value(config, "intermediate_size")
     eos = token_ids(hf.get("eos_token_id", config.eos_token_id), "eos_token_id")
     eos += token_ids((generation or {}).get("eos_token_id"), "eos_token_id of generation_config")
     eps = [getattr(config, key, None) for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")]
@@ -69,8 +69,8 @@ def hf_target_config(
         intermediate_size=inner if isinstance(inner, int) and inner > 0 else 4 * hidden,
         num_layers=_size(config, family, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        num_kv_heads=_value(config, "num_key_value_heads") or heads,
+        head_dim=_value(config, "head_dim") or hidden // heads,
         norm_eps=next((e for e in eps if e), 1e-6),
         max_positions=_positions(config, str(family), notes),
         rope=_rope(config),
@@ -97,8 +97,15 @@ def _class_name(config: Any) -> str | None:
     return None if found is None else found.__name__
 
 
+def _value(config: Any, key: str) -> Any:
+    try:
+        return getattr(config, key, None)
+    except Exception as error:  # Transformers' own, of no public name
+        raise UserError(f"{config.model_type} has a {key} for each layer; one for all is expected") from error
+
+
 def _size(config: Any, family: Any, key: str) -> int:
-    value = getattr(config, key, None)
+    value = _value(config, key)
     require(isinstance(value, int) and value > 0, f"model_type {family!r} has {key} = {value!r}; expected a number")
     assert isinstance(value, int)
     return value
@@ -155,8 +162,11 @@ def load_hf_target(
     fit, by the names of tensors, or cannot be decoded in trees.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     loader: Any = AutoModelForCausalLM
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         hf, report = loader.from_pretrained(
             folder, dtype=dtype or "auto", attn_implementation="eager", use_safetensors=True, local_files_only=True,
@@ -164,6 +174,9 @@ def load_hf_target(
         )  # fmt: skip
     except Exception as error:  # of many classes: sizes that do not fit, a package for the quantisation missing
         raise UserError(f"target {folder}: Transformers cannot load it: {one_line(error)}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     problems += [f"{name} is left over" for name in sorted(report["unexpected_keys"])]
     problems += [f"{name} has another shape" for name in sorted(map(str, report["mismatched_keys"]))]
