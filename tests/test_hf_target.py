@@ -215,6 +215,7 @@ def test_a_packed_head_changes_nothing(tmp_path):
         target.pack()
         assert torch.allclose(target.logits(out.last_BND), logits, atol=1e-5)
         assert torch.equal(target.best(out.last_BND), best)
+        assert len(target.head_weight) == (64 if name == "gemma2" else 0)  # a tied one stays, as the embedding
         assert [r.output_ids for r in decode(target, None, PROMPTS, limit=20, max_batch=3)] == plain
 
 
