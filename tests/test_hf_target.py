@@ -457,6 +457,16 @@ def test_a_head_is_decoded_as_it_was_trained(pairs, name):
     assert check_walk(*learn(60, 4, target=target)) > 1.2
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_what_the_kernel_does_not_decode_is_bf16_only_where_that_is_native(folder, tmp_path, monkeypatch, native):
+    facts = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    monkeypatch.setattr(api, "fast_bf16", lambda _: native)
+    monkeypatch.setattr(api, "usable", lambda *_: True)
+    picked = api.pick_dtype(None, tmp_path, torch.device("cpu"))
+    assert picked == (torch.bfloat16 if native else torch.float32)
+
+
 def test_a_conversation_keeps_its_cache(folder):
     model = api.load(folder, api.NGRAM, dtype="float32", device="cpu")
     talk = api.Conversation(model, max_new_tokens=12, tree="3:1:3")
