@@ -205,6 +205,14 @@ def test_a_seed_gives_one_text_with_a_draft_and_without(pairs, name):
     assert [r.output_ids for r in plain] == [r.output_ids for r in drafted]
 
 
+def test_a_target_that_is_moved_takes_its_embedding_along(tmp_path):
+    write_model(tmp_path, *CASES["gemma2"])
+    target = checkpoint.load_target(tmp_path, torch.float32, capture_after=(0, 1, 2))
+    rows = target.embed(torch.arange(5))
+    assert target.to(torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(target.embed(torch.arange(5)), rows.to(torch.bfloat16))
+
+
 def test_a_packed_head_changes_nothing(tmp_path):
     for name in ("gemma2", "phi"):  # tied, and with a head of its own
         write_model(tmp_path / name, *CASES[name])
@@ -443,6 +451,9 @@ def test_a_head_is_trained_and_decodes(folder, tmp_path, aquiline):  # noqa: F81
     assert code == 0, err
     written = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["architectures"] == ["Gemma2ForCausalLM"]
+    code, _, err = aquiline("export-target", folder, tmp_path / "copy")
+    assert code != 0
+    assert "its own folder is what loads" in err
     few = ("--capture-after", "0,1,2", "--draft-vocab-size", 100, "--held-out", 2)
     for more, words in ((["--init", "target-layer"], "use init random"), (["--shard-target"], "torchrun")):
         code, _, err = aquiline("train", data, "--out", tmp_path / "b", *common, *few, *more)

@@ -292,6 +292,7 @@ class SavesTokenizer(Protocol):
 def export_target(target: Target, chat: SavesTokenizer, folder: str | Path) -> None:
     """Write the target, in bf16, and its tokenizer as a folder that Transformers loads."""
     require(not _holds_model(Path(folder)), f"{folder} holds a model already; give another folder")
+    require(isinstance(target, LlamaTarget), f"{target.config.family} is not rewritten: its own folder is what loads")
     config = target_formats.hf_config(target.config)
     with atomic_folder(folder) as scratch:
         chat.save(scratch)

@@ -160,6 +160,11 @@ class HFTarget(Target):
         for number, layer in enumerate(_layers(_decoder(hf), config.num_layers)):
             layer.register_forward_hook(_capturing(number, number in capture_after))
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "HFTarget":
+        self.__dict__.pop("embedding", None)  # it is made anew of what is moved
+        super()._apply(fn, recurse)
+        return self
+
     def use_attention(self, name: str) -> None:
         """Ours, or `eager`, the model's own."""
         self.hf.set_attn_implementation(name)
