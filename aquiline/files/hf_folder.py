@@ -18,12 +18,8 @@ from aquiline.files.target_formats import rope_config, token_ids
 from aquiline.model.hf_check import check
 from aquiline.model.hf_target import HFTarget
 
-_KINDS = {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "attention",
-}  # of layers that keep keys and values
+# Of layers that keep keys and values.
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # Keys of a config.json that change no hidden state, or that a library adds on saving.
 _NO_MATTER = {
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "max_position_embeddings", "model_type",

@@ -12,6 +12,7 @@ Shapes: as in target.py; S cached slots, H heads.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class _Pass:
         if self.documents is None:
             context = _narrowed(self.plain, rule, self.positions_BN, self.mask_BNN, self.lengths, self.dtype)
         else:
-            parts = [self.positions_BN[:, a:b] for a, b in zip(self.documents, self.documents[1:], strict=False)]
+            parts = [self.positions_BN[:, a:b] for a, b in itertools.pairwise(self.documents)]
             causal = Context(causal=True)
             narrowed = [_narrowed(causal, rule, part, None, [0], self.dtype) for part in parts]
             context = Context(documents=self.documents, parts=narrowed)
