@@ -72,7 +72,6 @@ REFUSED = {
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
     "diffllama": ("DiffLlama", {}, "layers have attended"),
     "doge": ("Doge", {}, "without the mask"),
-    "gemma4_text": ("Gemma4Text", {}, "for each layer"),
 }
 
 
@@ -379,6 +378,12 @@ def test_what_is_no_plain_language_model_is_refused(tmp_path, facts, why):
     with pytest.raises(UserError, match=why) as refused:
         checkpoint.read_target_config(tmp_path)
     assert str(tmp_path / "config.json") in str(refused.value)
+
+
+def test_layers_of_several_shapes_are_refused(tmp_path):
+    config_of("Gemma4Text", {}).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="gemma4_text has a head_dim for each layer"):
+        checkpoint.read_target_config(tmp_path)
 
 
 def test_a_context_ends_where_keys_would_be_turned_otherwise(tmp_path):
