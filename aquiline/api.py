@@ -290,7 +290,9 @@ def pick_dtype(name: str | None, target: str | Path, device: torch.device, *, tr
         config = disk.read_json(path / "config.json")
         own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if own == "bfloat16":
-        fast = fast_bf16(device.type) or (not trains and usable(torch.bfloat16, device))
+        fast = fast_bf16(device.type) or (
+            not trains and usable(torch.bfloat16, device) and not checkpoint.read_target_config(path).structure
+        )
     else:
         fast = device.type == "cuda" and own == "float16"
     return DTYPES[own] if fast else torch.float32

@@ -77,7 +77,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """One Llama-family target; the families differ only by these switches."""
+    """One target. Those of `FAMILIES` differ only by these switches; of others it has the sizes that a head takes."""
 
     family: str
     vocab_size: int
@@ -97,9 +97,11 @@ class TargetConfig:
     qk_norm: bool = False  # RMSNorm over each head of q and k (Qwen3)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    structure: str = ""  # of a family that Transformers computes: what else its config says, hashed
 
     def __post_init__(self) -> None:
-        require(self.family in FAMILIES, f"unknown model family {self.family!r}; supported: {', '.join(FAMILIES)}")
+        known = self.family in FAMILIES or bool(self.structure)
+        require(known, f"unknown model family {self.family!r}; supported: {', '.join(FAMILIES)}")
         _check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
 

@@ -106,7 +106,8 @@ def prepare(folder: Path, target_spec: str, answers: str | None, length: int, up
             chosen = [documents[i] for i in numbers]
             made.append(make_pack(chosen, compute(target, chosen), draft, target))
         require(len(made) == updates + 1, f"too few documents for {updates + 1} packs of {size} tokens")
-        torch.save([vars(pack) for pack in made], folder / f"packs-{size}.pt")
+        plain = [{k: v for k, v in vars(pack).items() if k != "head_form"} for pack in made]  # a Llama's is
+        torch.save(plain, folder / f"packs-{size}.pt")
     torch.save(target.head_weight, folder / "head.pt")
     torch.save(target.head_weight[vocab.target_ids_W], folder / "head_rows.pt")
     torch.save(

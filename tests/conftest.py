@@ -7,7 +7,7 @@ import torch
 
 from aquiline.config import DraftConfig, RopeConfig, TargetConfig
 from aquiline.model.draft import Draft
-from aquiline.model.target import Target
+from aquiline.model.target import LlamaTarget
 from aquiline.model.vocab import VocabMap
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits
@@ -32,8 +32,8 @@ def randomise(module: torch.nn.Module, seed: int, scale: float = 1.0) -> None:
                 p.copy_(torch.randn(p.shape, generator=generator) * scale / p.shape[1] ** 0.5)
 
 
-def tiny_target(seed: int = 0, capture_after: tuple[int, ...] = (1, 3, 4), **changes) -> Target:
-    target = Target(tiny_target_config(**changes), capture_after)
+def tiny_target(seed: int = 0, capture_after: tuple[int, ...] = (1, 3, 4), **changes) -> LlamaTarget:
+    target = LlamaTarget(tiny_target_config(**changes), capture_after)
     randomise(target, seed)
     return target.eval().requires_grad_(False)
 
@@ -47,7 +47,7 @@ def tiny_draft_config(target: TargetConfig, draft_vocab_size: int = 40, **change
     return dataclasses.replace(base, **changes)
 
 
-def tiny_draft(target: Target, seed: int = 1, draft_vocab_size: int = 40, **changes) -> Draft:
+def tiny_draft(target: LlamaTarget, seed: int = 1, draft_vocab_size: int = 40, **changes) -> Draft:
     config = tiny_draft_config(target.config, draft_vocab_size, capture_after=target.capture_after, **changes)
     generator = torch.Generator().manual_seed(seed + 100)
     order = torch.randperm(target.config.vocab_size, generator=generator)
@@ -64,10 +64,10 @@ def no_kept_costs(monkeypatch) -> None:
 
 
 @pytest.fixture
-def target() -> Target:
+def target() -> LlamaTarget:
     return tiny_target()
 
 
 @pytest.fixture
-def draft(target: Target) -> Draft:
+def draft(target: LlamaTarget) -> Draft:
     return tiny_draft(target)

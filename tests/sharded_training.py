@@ -13,11 +13,11 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from aquiline.cli import main as cli
-from aquiline.model.target import Target, TargetLayer
+from aquiline.model.target import LlamaTarget, TargetLayer
 from aquiline.train import run, shard
 
 
-def held(target: Target) -> int:
+def held(target: LlamaTarget) -> int:
     """Bytes of the target's tensors in this process."""
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in target.parameters()]
     return sum(p.untyped_storage().nbytes() for p in parts)
@@ -26,10 +26,10 @@ def held(target: Target) -> int:
 def main(facts_file: str) -> None:
     """The rest of the command line is that of `aquiline train`."""
     facts = {"at_once": 0, "passes": 0, "stand_ins": 0}
-    targets: list[Target] = []
-    run_layer, run_target = TargetLayer.forward, Target.forward
+    targets: list[LlamaTarget] = []
+    run_layer, run_target = TargetLayer.forward, LlamaTarget.forward
 
-    def sharding(target: Target, device: str) -> None:
+    def sharding(target: LlamaTarget, device: str) -> None:
         facts["whole"] = held(target)
         before = [weakref.ref(p) for p in target.parameters()]
         shard.shard(target, device)
@@ -42,7 +42,7 @@ def main(facts_file: str) -> None:
         facts["at_once"] = max(facts["at_once"], len(gathered))
         return run_layer(layer, *given)
 
-    def target_forward(target: Target, ids_BN: Tensor, *given, **named):
+    def target_forward(target: LlamaTarget, ids_BN: Tensor, *given, **named):
         facts["passes"] += 1
         facts["stand_ins"] += not named
         return run_target(target, ids_BN, *given, **named)
@@ -50,7 +50,7 @@ def main(facts_file: str) -> None:
     # A pass that one process leaves out holds the others: an error after this time, not after half an hour.
     distributed.init_process_group = functools.partial(distributed.init_process_group, timeout=timedelta(minutes=1))
     run.shard = sharding
-    TargetLayer.forward, Target.forward = layer_forward, target_forward
+    TargetLayer.forward, LlamaTarget.forward = layer_forward, target_forward
     try:
         cli.main()
     finally:

@@ -573,4 +573,4 @@ def test_config_fields_are_all_written():
 
 def test_target_config_is_frozen_by_these_fields():
     """`hf_config` and the two readers know every field; a new one must be added to them, then here."""
-    assert len(dataclasses.fields(TargetConfig)) == 18
+    assert len(dataclasses.fields(TargetConfig)) == 19

@@ -14,6 +14,8 @@ INSIDE_FUNCTIONS = {  # what may be imported there: in the one place that needs 
     "files/checkpoint.py": {"huggingface_hub"},
     "files/draft_openvino.py": {"openvino", "optimum"},
     "files/tables.py": {"datasets"},
+    "files/hf_folder.py": {"transformers"},
+    "model/hf_target.py": {"transformers"},
     "train/log.py": {"wandb"},
     "train/shard.py": {"torch"},
 }

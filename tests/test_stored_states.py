@@ -16,7 +16,7 @@ from aquiline.config import TOP, AquilineWarning, Limits, TrainConfig, UserError
 from aquiline.data.chat import Chat
 from aquiline.data.dataset import Document, read_documents
 from aquiline.data.features import compute
-from aquiline.data.stored_states import StoredStates, drop_layers
+from aquiline.data.stored_states import StoredStates
 from aquiline.decode.engine import Engine, Request
 from aquiline.files import checkpoint
 from aquiline.files.state_files import SPECFORGE, SPECULATORS, StateFolder
@@ -118,7 +118,7 @@ def test_the_features_are_those_that_the_target_computes(world, folder):
     assert [d.supervised.tolist() for d in read] == [d.supervised.tolist() for d in documents]
     assert len({d.name for d in read}) == len(read)
     bare = checkpoint.load_target(root / "target", torch.float32, "cpu", LAYERS)
-    drop_layers(bare)
+    bare.drop_layers()
     got = StoredStates([folder]).features(bare, [read[4], read[1]])
     want = compute(target, [documents[4], documents[1]])
     for name in vars(want):

@@ -10,7 +10,7 @@ from aquiline.config import FAMILIES, TOP, RopeConfig, UserError
 from aquiline.decode.tree import Tree, flatten
 from aquiline.model import target as target_module
 from aquiline.model.layers import Context, rope_frequencies
-from aquiline.model.target import Target
+from aquiline.model.target import LlamaTarget
 from tests.conftest import randomise, tiny_target, tiny_target_config
 
 SWITCHES = {
@@ -33,7 +33,7 @@ def rope_dict(rope: RopeConfig) -> dict:
     return {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
 
 
-def pair(family: str, rope: RopeConfig | None = None) -> tuple[Target, torch.nn.Module]:
+def pair(family: str, rope: RopeConfig | None = None) -> tuple[LlamaTarget, torch.nn.Module]:
     """Our target and Transformers' model with the same weights."""
     config = tiny_target_config(family=family, rope=rope or RopeConfig(rope_theta=1e6), **SWITCHES[family])
     kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
@@ -49,7 +49,7 @@ def pair(family: str, rope: RopeConfig | None = None) -> tuple[Target, torch.nn.
     )  # fmt: skip
     hf = getattr(transformers, f"{kind}ForCausalLM")(hf_config).eval().requires_grad_(False)
     randomise(hf, 3)
-    target = Target(config, (1, 3, 4)).eval().requires_grad_(False)
+    target = LlamaTarget(config, (1, 3, 4)).eval().requires_grad_(False)
     state = hf.state_dict()
     if config.tied_head:
         state.pop("lm_head.weight", None)
@@ -199,7 +199,7 @@ def test_the_top_is_the_state_that_the_head_reads():
     assert torch.equal(out.aux_BNA, out.last_BND)
 
 
-def bf16_target(scale: float) -> tuple[Target, torch.Tensor]:
+def bf16_target(scale: float) -> tuple[LlamaTarget, torch.Tensor]:
     """With logits of about this size, 512 of them, and states of 3,000 tokens."""
     target = tiny_target(vocab_size=512, tied_head=False)
     generator = torch.Generator().manual_seed(3)
@@ -217,7 +217,7 @@ def test_best_and_logsumexp_in_bf16_are_those_of_float32(monkeypatch, scale, noi
     assert float((rounded.argmax(-1) != exact.argmax(-1)).sum()) > 5  # bf16 alone would be wrong
     monkeypatch.setattr(target_module, "fast_bf16", lambda _: True)
     called = []
-    monkeypatch.setattr(Target, "logits", lambda *_: called.append(1))
+    monkeypatch.setattr(LlamaTarget, "logits", lambda *_: called.append(1))
     off = 1.0 + noise * (2 * torch.rand(exact.shape, generator=torch.Generator().manual_seed(0)) - 1)
     if noise:
         monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: (exact * off).bfloat16())
@@ -257,4 +257,4 @@ def test_unknown_rope_type_and_bad_capture_layers_are_refused():
         RopeConfig(rope_type="no_such_type")
     for bad in ((3, 1), (1, 1, 2), (0, 9), ()):
         with pytest.raises(UserError, match="capture_after"):
-            Target(tiny_target_config(), bad)
+            LlamaTarget(tiny_target_config(), bad)

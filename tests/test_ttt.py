@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from aquiline.config import TOP
 from aquiline.data.dataset import Document
@@ -59,7 +58,7 @@ def dense_reference(draft, target, doc, features, steps, decay, kind="ce"):
     embeds = draft.embed(ids, target.embed).detach()
     feature = draft.fuse(features.aux_TA)
     all_keys, all_values, result = [], [], []
-    full = F.linear(features.last_TD, target.head_weight)
+    full = target.logits(features.last_TD)
     teacher = torch.softmax(full[:, draft.vocab.target_ids_W], dim=-1)
     for k in range(steps):
         shifted = torch.stack([embeds[min(t + 1 + k, T - 1)] for t in range(T)])
@@ -88,7 +87,7 @@ def dense_reference(draft, target, doc, features, steps, decay, kind="ce"):
         for t in range(T):
             j = t + 2 + k
             if j < T and bool(doc.supervised[j]):
-                best = int(F.linear(features.last_TD[t + 1 + k], target.head_weight).argmax())
+                best = int(full[t + 1 + k].argmax())
                 if int(draft.vocab.draft_ids_V[best]) >= 0:
                     losses[t] = -(teacher[t + 1 + k] * torch.log_softmax(logits[t], -1)).sum()
                     if kind == "lk":

@@ -66,12 +66,18 @@ def decode_chain(target, draft, prompt: list[int], tokens: int) -> Request:
 
 
 def learn(
-    steps: int, ttt_steps: int, draft_vocab_size: int = 64, capture_after: tuple[int, ...] = (1, 3, 4), **switches
+    steps: int,
+    ttt_steps: int,
+    draft_vocab_size: int = 64,
+    capture_after: tuple[int, ...] = (1, 3, 4),
+    target=None,
+    **switches,
 ):
     """A tiny target's own greedy reply, 64 tokens in all, and a draft overfitted to it."""
-    target = tiny_target(seed=6, capture_after=capture_after)
-    with torch.no_grad():
-        target.lm_head.weight.mul_(40)  # a decided teacher: its arg-max can be learnt
+    if target is None:
+        target = tiny_target(seed=6, capture_after=capture_after)
+        with torch.no_grad():
+            target.lm_head.weight.mul_(40)  # a decided teacher: its arg-max can be learnt
     prompt = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(0)).tolist()
     engine = Engine(target)
     (reply,) = engine.run([Request(prompt, limits=Limits(52))])

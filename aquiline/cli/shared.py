@@ -108,7 +108,8 @@ def load_model(
     from aquiline import api
 
     model = api.load(target, draft, dtype=dtype, device=device, template_kwargs=template_kwargs)
-    note(f"{model.target_name}, draft {model.draft_name}, {model.dtype} on {model.target.device}")
+    where = f"{model.dtype} on {model.target.device}, {model.target.decoding}"
+    note(f"{model.target_name}, draft {model.draft_name}, {where}")
     return model
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aquiline.config import TOP, AquilineWarning, capture_name, require
 from aquiline.data.dataset import Document, state_name
@@ -61,7 +61,7 @@ class StoredStates:
             "give --capture-after the layers that were captured",
         )
         aux, last = (t[:n].to(target.device, target.dtype) for t in (found.aux_TA, found.last_TD))
-        return aux, last if found.normed else target.model.norm(last)
+        return aux, last if found.normed else target.final_norm(last)
 
     def check(self, target: Target, documents: Sequence[Document]) -> float:
         """The share of the supervised tokens that by these states and this target's head are the most likely ones.
@@ -90,10 +90,3 @@ class StoredStates:
                 stacklevel=2,
             )
         return share
-
-
-def drop_layers(target: Target) -> None:
-    """Leave embedding, final norm and head; a pass is an error from here on. Until they are moved, weights that were
-    mapped from a file have taken no memory.
-    """
-    target.model.layers = nn.ModuleList()

@@ -20,7 +20,7 @@ from aquiline.decode.sampling import Grammar, Sampler, TokenLogprobs
 from aquiline.decode.slots import Slots
 from aquiline.decode.step import PREFILL_CHUNK, Outcome, prefill, speculative_step
 from aquiline.decode.tree import Tree
-from aquiline.model.backend import describe, kernel_fingerprint
+from aquiline.model.backend import kernel_fingerprint
 from aquiline.model.draft import Draft
 from aquiline.model.machine import cache_folder, cpu_flags, cpu_name
 from aquiline.model.target import Target
@@ -121,7 +121,7 @@ class Engine:
         self.cache = target.new_cache(max_batch, self.context, cache_tokens)
         self.drafter: Drafter | None
         if isinstance(draft, Draft):
-            self.drafter = EagleDrafter(draft, target.model.embed_tokens, max_batch, self.context, cache_tokens)
+            self.drafter = EagleDrafter(draft, target.embedding, max_batch, self.context, cache_tokens)
         elif isinstance(draft, str):
             require(draft == "ngram", f"draft {draft!r} is not known to the engine; give a head or 'ngram'")
             self.drafter = NgramDrafter(target.device)
@@ -243,7 +243,7 @@ class Engine:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
             "probed": [*PROBED, *WIDTHS],
-            "decoding": [describe(self.target.dtype, device), kernel_fingerprint(), str(torch.__version__)],
+            "decoding": [self.target.decoding, kernel_fingerprint(), str(torch.__version__)],
             "target": [repr(self.target.config), str(self.target.dtype)],
             "draft": [type(drafter).__name__, *(() if model is None else (repr(model.config), str(model.dtype)))],
         }

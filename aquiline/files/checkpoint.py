@@ -33,7 +33,7 @@ from aquiline.config import (
     default_capture_after,
     require,
 )
-from aquiline.files import draft_formats, target_formats
+from aquiline.files import draft_formats, hf_folder, target_formats
 from aquiline.files.disk import (
     atomic_folder,
     one_line,
@@ -45,7 +45,7 @@ from aquiline.files.disk import (
 )
 from aquiline.files.gguf_file import GGUF, read_gguf
 from aquiline.model.draft import Draft
-from aquiline.model.target import Target
+from aquiline.model.target import LlamaTarget, Target
 from aquiline.model.vocab import VocabMap
 
 DEFAULT = "default"
@@ -138,6 +138,14 @@ def target_name(spec: str | Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
+def target_architectures(spec: str | Path) -> list[str]:
+    """What other engines know the target's class by."""
+    path = target_path(spec)
+    if _is_gguf(path):
+        return [target_formats.ARCHITECTURES[_read_gguf_target(path)[1].family]]
+    return target_formats.texts(read_json(path / "config.json"), "architectures")
+
+
 def _is_gguf(path: Path) -> bool:
     return path.is_file()
 
@@ -157,7 +165,10 @@ def _read_folder_config(folder: Path) -> tuple[TargetConfig, list[str]]:
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else None
     with _naming(folder / "config.json"):
-        return target_formats.target_config(hf, generation)
+        try:
+            return target_formats.target_config(hf, generation)
+        except target_formats.NotOurs:
+            return hf_folder.hf_target_config(folder, hf, generation)
 
 
 def read_target_config(spec: str | Path) -> TargetConfig:
@@ -183,6 +194,10 @@ def load_target(
         tensors = _dequantise(path, file, config)
     else:
         config, notes = _read_folder_config(path)
+        if config.structure:
+            _warn(notes)
+            capture = capture_after if capture_after is not None else default_capture_after(config.num_layers)
+            return hf_folder.load_hf_target(path, config, dtype, device, capture)
         tensors = {k: t for k, t in read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
     _warn(notes)
     if config.tied_head and "lm_head.weight" in tensors:
@@ -199,7 +214,7 @@ def load_target(
         f"{path}: its config says {config.num_layers} layers, and its weights hold {max(layers, default=-1) + 1}",
     )
     capture = capture_after if capture_after is not None else default_capture_after(config.num_layers)
-    target = _fill(lambda: Target(config, capture), tensors, dtype, device, f"target {path}")
+    target = _fill(lambda: LlamaTarget(config, capture), tensors, dtype, device, f"target {path}")
     return target.requires_grad_(False).eval()
 
 
@@ -277,6 +292,7 @@ class SavesTokenizer(Protocol):
 def export_target(target: Target, chat: SavesTokenizer, folder: str | Path) -> None:
     """Write the target, in bf16, and its tokenizer as a folder that Transformers loads."""
     require(not _holds_model(Path(folder)), f"{folder} holds a model already; give another folder")
+    require(isinstance(target, LlamaTarget), f"{target.config.family} is not rewritten: its own folder is what loads")
     config = target_formats.hf_config(target.config)
     with atomic_folder(folder) as scratch:
         chat.save(scratch)
@@ -301,9 +317,14 @@ def target_fingerprint(target: Target) -> str:
     facts = dataclasses.asdict(target.config)
     for name in ("family", "max_positions", "eos_token_ids", "bos_token_id"):  # change no hidden state
         del facts[name]
+    if not facts["structure"]:  # of our own forward nothing else is to be said
+        del facts["structure"]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(_state(target).items()):
-        rows = tensor if tensor.ndim == 1 else tensor[[0, len(tensor) // 2]]
+        if type(tensor) is not Tensor:  # a quantisation's own kind, which has no bytes to be hashed
+            tensor = tensor.dequantize()
+        tensor = tensor.flatten(0, -2) if tensor.ndim > 2 else tensor  # matrices of several experts
+        rows = tensor if tensor.ndim < 2 else tensor[[0, len(tensor) // 2]]
         digest.update(name.encode())
         digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
@@ -542,7 +563,7 @@ def _share_or_own(
         return config
     if target is None:
         return _whose_embedding(config, hf, tensors, notes)
-    theirs = target.model.embed_tokens.weight.detach().cpu()
+    theirs = target.embedding.weight.detach().cpu()
     # Writers differ in whether they save the frozen embedding, and in which dtype.
     if torch.equal(theirs.to(embedding.dtype), embedding) or torch.equal(embedding.to(theirs.dtype), theirs):
         del tensors["embed_tokens.weight"]

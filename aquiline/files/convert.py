@@ -16,7 +16,6 @@ from aquiline.config import DraftConfig, UserError, capture_name, require
 from aquiline.files import checkpoint, draft_formats, draft_gguf, draft_openvino, engines, speculators_format
 from aquiline.files.checkpoint import DraftFile, SavesTokenizer
 from aquiline.files.disk import atomic_file, atomic_folder, write_json, write_tensors
-from aquiline.files.target_formats import ARCHITECTURES
 from aquiline.model.target import Target
 
 SGLANG, SPECULATORS, OPENVINO, GGUF = "sglang", "speculators", "openvino", "gguf"
@@ -73,7 +72,7 @@ def convert(
     file = _fitting(file, to, force, report)
     embedding = {}
     if target is not None and to in (SPECULATORS, OPENVINO) and not file.config.own_embedding:
-        embedding = {"embed_tokens.weight": target.model.embed_tokens.weight.detach()}
+        embedding = {"embed_tokens.weight": target.embedding.weight.detach()}
     if to == GGUF:
         assert target_file is not None
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +87,7 @@ def convert(
             config = _plain(file, target)
             if to == SPECULATORS:
                 verifier = _verifier(file, target_spec, report)
-                architectures = [] if target is None else [ARCHITECTURES[target.config.family]]
+                architectures = [] if target_spec is None else checkpoint.target_architectures(target_spec)
                 config = speculators_format.speculators_config(config, file.config, verifier, architectures)
             _write_folder(scratch, config, file, embedding, _NAMES[to])
             _read_back(scratch, file, target)

@@ -18,6 +18,15 @@ from aquiline.model.layers import rope_frequencies
 _MISSING: Any = object()
 
 
+class NotOurs(UserError):
+    """Our own forward does not compute it; Transformers' may."""
+
+
+def _ours(condition: bool, message: str) -> None:
+    if not condition:
+        raise NotOurs(message)
+
+
 def number(hf: Mapping[str, Any], key: str, kind: type, default: Any = _MISSING, least: int = 1) -> Any:
     """`hf[key]` as an int from `least` on or as a positive float; null counts as absent."""
     value = hf.get(key)
@@ -155,7 +164,9 @@ def target_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     if family is None and len(architectures) == 1:
         family = next((f for f, name in ARCHITECTURES.items() if name == architectures[0]), None)
     supported = f"supported: {', '.join(ARCHITECTURES.values())}"
-    require(family in ARCHITECTURES, f"model_type {family!r} (architectures {architectures}) is unknown; {supported}")
+    unknown = f"model_type {family!r} (architectures {architectures}) is unknown; {supported}"
+    require(family is not None, unknown)
+    _ours(family in ARCHITECTURES, unknown)
     require(
         not architectures or architectures == [ARCHITECTURES[family]],
         f"architectures {architectures} of model_type {family!r} is not a plain language model here; {supported}",
@@ -163,8 +174,12 @@ def target_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     quantisation = hf.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-        raise UserError(f"quantization_config ({method}) is not supported; give the unquantised model or a GGUF file")
+        raise NotOurs(f"quantization_config ({method}) is not supported; give the unquantised model or a GGUF file")
     require_silu(hf)
+    for key in ("rope_parameters", "rope_scaling"):
+        block = hf.get(key)
+        kind = (block.get("rope_type") or block.get("type")) if isinstance(block, Mapping) else None
+        _ours(kind not in ("dynamic", "longrope"), f"rope_type {kind!r} is not supported")
     heads = number(hf, "num_attention_heads", int)
     hidden, layers = number(hf, "hidden_size", int), number(hf, "num_hidden_layers", int)
     # Explicit first: in Qwen3 heads * head_dim is not the hidden size, and its class default is 128.
@@ -198,7 +213,7 @@ def target_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = 
 
 def require_silu(hf: Mapping[str, Any]) -> None:
     act = hf.get("hidden_act") or hf.get("hidden_activation") or "silu"
-    require(act in ("silu", "swish"), f"hidden_act {act!r} is not supported; expected 'silu'")
+    _ours(act in ("silu", "swish"), f"hidden_act {act!r} is not supported; expected 'silu'")
 
 
 def split_heads(hidden: int, heads: int) -> int:

@@ -25,7 +25,6 @@ from aquiline.decode.engine import Request
 from aquiline.files.checkpoint import weights_hash
 from aquiline.measure.quiet import Quiet
 from aquiline.measure.tasks import Prompt
-from aquiline.model.backend import describe
 from aquiline.model.draft import Draft
 from aquiline.model.machine import cpu_flags, cpu_name
 from aquiline.model.target import Target
@@ -281,7 +280,7 @@ def model_settings(model: Model, prompts: Mapping[str, Sequence[Prompt]]) -> dic
         "draft": model.draft_name,
         "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
         "dtype": model.dtype,
-        "decoding": describe(model.target.dtype, model.target.device),
+        "decoding": model.target.decoding,
         "tokenizer": model.chat.fingerprint(),
         "template": model.chat.template_fingerprint(),
         "template_kwargs": model.template_kwargs,

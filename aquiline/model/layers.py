@@ -98,6 +98,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How scores become weights, where that is not the softmax of `q k / sqrt(E)` alone."""
+
+    scale: float | None = None  # None: E ** -0.5
+    cap: float | None = None  # a score is cap * tanh(score / cap), before the mask (Gemma 2)
+    sinks_H: Tensor | None = None  # one score more for each head, that takes weight and brings no value (gpt-oss)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Of queries that are scaled already."""
+        scores = q @ k.transpose(-1, -2)
+        return scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
+
+
+PLAIN = Scoring()
+
+
 @dataclass
 class Context:
     """What the tokens of a pass may attend to besides themselves, prepared once per pass for all layers.
@@ -109,9 +126,10 @@ class Context:
     past_keys_LBGSE: Tensor | None = None
     past_values_LBGSE: Tensor | None = None
     own_bias_BNM: Tensor | None = None
-    past_bias_B11S: Tensor | None = None
+    past_bias_BNS: Tensor | None = None  # N may be 1: the same for all
     causal: bool = False  # no cache and no explicit mask: the fused causal kernel
     documents: list[int] | None = None  # first token of each packed document, and the end: each sees only itself
+    parts: "list[Context] | None" = None  # what each document's tokens may see; None: what stands before them
 
     @staticmethod
     def make(
@@ -131,62 +149,72 @@ class Context:
             mask_BNM = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
         context = Context()
         if mask_BNM.shape[1:] != (1, 1):
-            own = torch.zeros(mask_BNM.shape, dtype=dtype, device=device)
-            context.own_bias_BNM = own.masked_fill_(~mask_BNM, -torch.inf)
+            context.own_bias_BNM = bias(mask_BNM, dtype)
         if longest > 0:
             assert cache is not None
             assert slots is not None
             context.past_keys_LBGSE, context.past_values_LBGSE = cache.read(slots)
             if min(lengths) < longest:
-                hidden = torch.arange(longest, device=device) >= torch.tensor(lengths, device=device)[:, None]
-                past = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-                context.past_bias_B11S = past[:, None, None]
+                there_BS = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
+                context.past_bias_BNS = bias(there_BS[:, None], dtype)
         return context
 
-    def attend(self, layer: int, q_BNHE: Tensor, k_BGME: Tensor, v_BGME: Tensor) -> Tensor:
-        """Attention output `[B, N, H*E]` of one layer.
+    def attend(self, layer: int, q_BNHE: Tensor, k_BGME: Tensor, v_BGME: Tensor, how: Scoring = PLAIN) -> Tensor:
+        """Attention output `[B, N, H*E]` of one layer (E that of the values, where they are of another width).
 
         Cached and own keys are multiplied apart and only the scores are joined, so neither is the cache copied nor
         are the kv heads expanded.
         """
         B, N, H, E = q_BNHE.shape
         G = k_BGME.shape[1]
-        if self.causal:
-            if self.documents is not None:
-                return self._attend_documents(self.documents, q_BNHE, k_BGME, v_BGME)
+        if self.documents is not None:
+            return self._attend_documents(self.documents, q_BNHE, k_BGME, v_BGME, how)
+        if self.causal and how.cap is None and how.sinks_H is None:
             out = F.scaled_dot_product_attention(
-                q_BNHE.transpose(1, 2), k_BGME, v_BGME, is_causal=True, enable_gqa=H != G
+                q_BNHE.transpose(1, 2), k_BGME, v_BGME, is_causal=True, enable_gqa=H != G, scale=how.scale
             )
-            return out.transpose(1, 2).reshape(B, N, H * E)
+            return out.transpose(1, 2).reshape(B, N, -1)
+        own_bias_BNM = self.own_bias_BNM
+        if self.causal and N > 1:
+            own_bias_BNM = bias(torch.ones(1, N, N, dtype=torch.bool, device=q_BNHE.device).tril(), q_BNHE.dtype)
         # Query heads of one kv head are neighbours: [B, N, G, H/G, E] -> [B, G, H/G * N, E].
-        q = (q_BNHE * (E**-0.5)).view(B, N, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(B, G, -1, E)
-        scores = q @ k_BGME.transpose(-1, -2)
-        if self.own_bias_BNM is not None:
-            scores = (scores.view(B, G, H // G, N, -1) + self.own_bias_BNM[:, None, None]).view_as(scores)
+        q = (q_BNHE * (E**-0.5 if how.scale is None else how.scale)).view(B, N, G, H // G, E)
+        q = q.permute(0, 2, 3, 1, 4).reshape(B, G, -1, E)
+        scores = how.scores(q, k_BGME)
+        if own_bias_BNM is not None:
+            scores = (scores.view(B, G, H // G, N, -1) + own_bias_BNM[:, None, None]).view_as(scores)
         past = 0
         if self.past_keys_LBGSE is not None:
             past_keys = self.past_keys_LBGSE[layer]
             past = past_keys.shape[2]
-            past_scores = q @ past_keys.transpose(-1, -2)
-            if self.past_bias_B11S is not None:
-                past_scores = past_scores + self.past_bias_B11S
+            past_scores = how.scores(q, past_keys)
+            if self.past_bias_BNS is not None:
+                hidden = self.past_bias_BNS[:, None, None]
+                past_scores = (past_scores.view(B, G, H // G, N, past) + hidden).view_as(past_scores)
             scores = torch.cat((past_scores, scores), dim=-1)
+        if how.sinks_H is not None:
+            sinks = how.sinks_H.to(scores.dtype).view(1, G, H // G, 1).expand(B, -1, -1, N)
+            scores = torch.cat((scores, sinks.reshape(B, G, -1, 1)), dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v_BGME.dtype)
-        out = weights[..., past:] @ v_BGME
+        out = weights[..., past : past + k_BGME.shape[2]] @ v_BGME
         if self.past_values_LBGSE is not None:
             out = out + weights[..., :past] @ self.past_values_LBGSE[layer]
-        return out.view(B, G, H // G, N, E).permute(0, 3, 1, 2, 4).reshape(B, N, H * E)
+        return out.view(B, G, H // G, N, -1).permute(0, 3, 1, 2, 4).reshape(B, N, -1)
 
-    @staticmethod
-    def _attend_documents(starts: list[int], q_BNHE: Tensor, k_BGNE: Tensor, v_BGNE: Tensor) -> Tensor:
-        """Causal attention within each document of one packed row; `is_causal` over the whole row would leak."""
-        q_BHNE = q_BNHE.transpose(1, 2)
-        out = torch.empty_like(q_BNHE)
-        for a, b in itertools.pairwise(starts):
-            q, k, v = q_BHNE[:, :, a:b], k_BGNE[:, :, a:b], v_BGNE[:, :, a:b]
-            part = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-            out[:, a:b] = part.transpose(1, 2)
-        return out.flatten(2)
+    def _attend_documents(
+        self, starts: list[int], q_BNHE: Tensor, k_BGNE: Tensor, v_BGNE: Tensor, how: Scoring
+    ) -> Tensor:
+        """Attention within each document of one packed row; `is_causal` over the whole row would leak."""
+        outs = []
+        for i, (a, b) in enumerate(itertools.pairwise(starts)):
+            part = Context(causal=True) if self.parts is None else self.parts[i]
+            outs.append(part.attend(0, q_BNHE[:, a:b], k_BGNE[:, :, a:b], v_BGNE[:, :, a:b], how))
+        return torch.cat(outs, dim=1)
+
+
+def bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a token is visible, -inf where it is not; to be added to scores."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 class Projections(nn.Module):

@@ -1,4 +1,5 @@
-"""One Llama-family forward for every supported target; the families differ only by the switches in `TargetConfig`.
+"""What decoding and training ask of a target, and one Llama-family forward that answers; the families differ only by
+the switches in `TargetConfig`. hf_target.py answers with any other model of Transformers.
 
 A pass is a pure function of (ids, positions, mask, cache): it reads the cache and returns the keys and values of its
 own tokens, the final state `last` that the head reads, and `aux`, the captured states the draft reads.
@@ -8,14 +9,14 @@ V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aquiline.config import TOP, TargetConfig, check_capture_after
-from aquiline.model.backend import Decoder, Weights, fast_bf16, usable
+from aquiline.model.backend import Decoder, Weights, describe, fast_bf16, usable
 from aquiline.model.kv_cache import KVCache
 from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
 
@@ -28,6 +29,145 @@ class PassOutput:
     aux_BNA: Tensor
     keys_LBGNE: Tensor
     values_LBGNE: Tensor
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """What a target makes of its head's products before they are logits: bias, then scale, then soft cap."""
+
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None  # a logit is cap * tanh(logit / cap)
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Float32 `[..., V]` to logits."""
+        z = products if self.bias_V is None else products + self.bias_V
+        z = z if self.scale == 1.0 else z * self.scale
+        return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
+
+    @property
+    def plain(self) -> bool:
+        return self.bias_V is None and self.scale == 1.0 and self.cap is None
+
+    def of(self, ids: Tensor) -> "HeadForm":
+        """For these rows of the head."""
+        return self if self.bias_V is None else replace(self, bias_V=self.bias_V[ids])
+
+
+PLAIN_HEAD = HeadForm()
+
+
+class Target(nn.Module):
+    """The frozen model whose output must not change."""
+
+    head_form = PLAIN_HEAD
+
+    def __init__(self, config: TargetConfig, capture_after: tuple[int, ...]) -> None:
+        """`capture_after`: 0-based ids of the captured layers, the state AFTER the block; or TOP. UserError if bad."""
+        super().__init__()
+        check_capture_after(capture_after, config.num_layers)
+        self.config = config
+        self.capture_after = capture_after
+        self._head: Weights | None = None  # set by `pack`
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The table `[V, D]` that the draft reads, too; what the model does to its rows afterwards is not in it."""
+        raise NotImplementedError
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's rows `[V, D]`; not available of an untied head once packed."""
+        raise NotImplementedError
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """Between the last layer's states and the head."""
+        raise NotImplementedError
+
+    def drop_layers(self) -> None:
+        """Leave embedding, final norm and head; a pass is an error from here on. Until they are moved, weights that
+        were mapped from a file have taken no memory.
+        """
+        raise NotImplementedError
+
+    @property
+    def decoding(self) -> str:
+        """How it is run, for a record."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows of the table, as the draft reads them."""
+        return self.embedding(ids)
+
+    def new_cache(self, num_slots: int, capacity: int, tokens: int | None = None) -> KVCache:
+        c = self.config
+        return KVCache(c.num_layers, num_slots, capacity, c.num_kv_heads, c.head_dim, self.dtype, self.device, tokens)
+
+    def forward(
+        self,
+        ids_BN: Tensor,
+        positions_BN: Tensor,
+        mask_BNN: Tensor | None = None,
+        cache: KVCache | None = None,
+        slots: list[int] | None = None,
+        documents: list[int] | None = None,
+    ) -> PassOutput:
+        """One pass. `mask_BNN` is True where token n may see token m of the same pass (None: causal); every kept token
+        of a row's slot is visible. Rows shorter than N are padded by the caller; a padded token must see itself.
+        `documents` (first token of each, and the end) packs several into one row of a causal pass without a cache.
+        """
+        raise NotImplementedError
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Float32 logits `[..., V]` of the rows given, computed in float32: bf16 logits near 16 stand 0.125 apart, and
+        what ties there is decided by rounding alone.
+        """
+        if self._head is not None:
+            return self.head_form(self._head(last))
+        return self.head_form(nn.functional.linear(last.float(), self.head_weight.float()))
+
+    def best(self, last: Tensor) -> Tensor:
+        """Arg-max id of each row's logits, of equals the lowest, int64 `[...]`; the logits are not kept."""
+        if self._head is not None and self.head_form.plain:
+            return self._head.argmax(last)
+        return self.logits(last).argmax(-1)
+
+    def best_and_logsumexp(self, last_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Arg-max id (int64) and log-sum-exp (float32) of each row's logits, without float32 logits where bf16 is fast.
+
+        Weights and states are bf16 there, products are summed in float32, so a bf16 logit z is off by its own rounding
+        alone: at most 2^-8 |z|. Whatever may be the maximum is computed again in float32, so the arg-max is the float32
+        one. The log-sum-exp has bf16 logits elsewhere: as long as no |z| is above 300, it is off by less than
+        2^-7 max|z| times the share of the probability that is not at the logits computed again; in practice by far
+        less, as the roundings cancel.
+        """
+        plain = self._head is None and self.head_form.plain
+        if plain and self.dtype == torch.bfloat16 and fast_bf16(self.device.type):
+            logits = nn.functional.linear(last_RD, self.head_weight).float()
+            highest = logits.amax(-1, keepdim=True)
+            # Rounding keeps the order, so the best is among the highest; or a bf16 step (2^-7 at most) below them, if
+            # the last bits of a float32 sum, which depend on its order, decided to which side it was rounded.
+            rows, ids = (logits >= highest - highest.abs() * 2**-7).nonzero(as_tuple=True)
+            if len(rows) <= 64 * len(last_RD):  # else nearly all logits are equal, and nothing is gained
+                logits[rows, ids] = (last_RD[rows].float() * self.head_weight[ids].float()).sum(-1)
+                return logits.argmax(-1), logits.logsumexp(-1)
+        logits = self.logits(last_RD)
+        return logits.argmax(-1), logits.logsumexp(-1)
+
+    def pack(self) -> "Target":
+        """Prepare for decoding where the kernel can run it: weights are packed, the separate ones freed, and the state
+        dict is gone. Elsewhere nothing changes.
+        """
+        raise NotImplementedError
 
 
 class TargetLayer(nn.Module):
@@ -63,45 +203,39 @@ class TargetBody(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
-class Target(nn.Module):
-    """The frozen model whose output must not change. Parameter names are the Hugging Face ones."""
+class LlamaTarget(Target):
+    """A target of our own forward. Parameter names are the Hugging Face ones."""
 
     def __init__(self, config: TargetConfig, capture_after: tuple[int, ...]) -> None:
-        """`capture_after`: 0-based ids of the captured layers, the state AFTER the block; or TOP. UserError if bad."""
-        super().__init__()
-        check_capture_after(capture_after, config.num_layers)
-        self.config = config
-        self.capture_after = capture_after
+        super().__init__(config, capture_after)
         self.model = TargetBody(config)
         self.lm_head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_positions)
-        self._head: Weights | None = None  # set by `pack`, as the next
-        self._decoder: Decoder | None = None
+        self._decoder: Decoder | None = None  # set by `pack`
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Target":
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "LlamaTarget":
         assert self._decoder is None, "a packed target stays where it is, and in its dtype"
         super()._apply(fn, recurse)
         return self
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.model.embed_tokens(ids)
+    def embedding(self) -> nn.Embedding:
+        return self.model.embed_tokens
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's rows `[V, D]`; not available of an untied head once packed."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def new_cache(self, num_slots: int, capacity: int, tokens: int | None = None) -> KVCache:
-        c = self.config
-        return KVCache(c.num_layers, num_slots, capacity, c.num_kv_heads, c.head_dim, self.dtype, self.device, tokens)
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.model.norm
+
+    def drop_layers(self) -> None:
+        self.model.layers = nn.ModuleList()
+
+    @property
+    def decoding(self) -> str:
+        return describe(self.dtype, self.device)
 
     def forward(
         self,
@@ -112,10 +246,6 @@ class Target(nn.Module):
         slots: list[int] | None = None,
         documents: list[int] | None = None,
     ) -> PassOutput:
-        """One pass. `mask_BNN` is True where token n may see token m of the same pass (None: causal); every kept token
-        of a row's slot is visible. Rows shorter than N are padded by the caller; a padded token must see itself.
-        `documents` (first token of each, and the end) packs several into one row of a causal pass without a cache.
-        """
         if self._decoder is not None:
             assert documents is None, "packed documents are for training"
             out = self._decoder(self.embed(ids_BN), positions_BN, mask_BNN, cache, slots)
@@ -137,43 +267,7 @@ class Target(nn.Module):
         aux = last if self.capture_after == TOP else torch.cat(captured, dim=-1)
         return PassOutput(last, aux, torch.stack(all_keys), torch.stack(all_values))
 
-    def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits `[..., V]` of the rows given, computed in float32: bf16 logits near 16 stand 0.125 apart, and
-        what ties there is decided by rounding alone.
-        """
-        if self._head is not None:
-            return self._head(last)
-        return nn.functional.linear(last.float(), self.head_weight.float())
-
-    def best(self, last: Tensor) -> Tensor:
-        """Arg-max id of each row's logits, of equals the lowest, int64 `[...]`; the logits are not kept."""
-        return self.logits(last).argmax(-1) if self._head is None else self._head.argmax(last)
-
-    def best_and_logsumexp(self, last_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """Arg-max id (int64) and log-sum-exp (float32) of each row's logits, without float32 logits where bf16 is fast.
-
-        Weights and states are bf16 there, products are summed in float32, so a bf16 logit z is off by its own rounding
-        alone: at most 2^-8 |z|. Whatever may be the maximum is computed again in float32, so the arg-max is the float32
-        one. The log-sum-exp has bf16 logits elsewhere: as long as no |z| is above 300, it is off by less than
-        2^-7 max|z| times the share of the probability that is not at the logits computed again; in practice by far
-        less, as the roundings cancel.
-        """
-        if self._head is None and self.dtype == torch.bfloat16 and fast_bf16(self.device.type):
-            logits = nn.functional.linear(last_RD, self.head_weight).float()
-            highest = logits.amax(-1, keepdim=True)
-            # Rounding keeps the order, so the best is among the highest; or a bf16 step (2^-7 at most) below them, if
-            # the last bits of a float32 sum, which depend on its order, decided to which side it was rounded.
-            rows, ids = (logits >= highest - highest.abs() * 2**-7).nonzero(as_tuple=True)
-            if len(rows) <= 64 * len(last_RD):  # else nearly all logits are equal, and nothing is gained
-                logits[rows, ids] = (last_RD[rows].float() * self.head_weight[ids].float()).sum(-1)
-                return logits.argmax(-1), logits.logsumexp(-1)
-        logits = self.logits(last_RD)
-        return logits.argmax(-1), logits.logsumexp(-1)
-
-    def pack(self) -> "Target":
-        """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the
-        state dict is gone. Elsewhere nothing changes.
-        """
+    def pack(self) -> "LlamaTarget":
         if self._decoder is not None or not usable(self.dtype, self.device):
             return self
         c = self.config

@@ -9,22 +9,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aquiline.model.target import PLAIN_HEAD, HeadForm
+
 _ROWS = 256  # rows of logits at a time: 256 x 8,192 float32 stays in the last-level cache
 
 
 @torch.no_grad()
-def teacher_probs(last_PD: Tensor, head_rows_WD: Tensor, logsumexp_P: Tensor | None) -> Tensor:
+def teacher_probs(
+    last_PD: Tensor, head_rows_WD: Tensor, logsumexp_P: Tensor | None, form: HeadForm = PLAIN_HEAD
+) -> Tensor:
     """The target's probabilities of the draft vocabulary `[P, W]`, from its final states.
 
-    They sum to one over the draft vocabulary; with `logsumexp_P`, over the full one, whose logits these are the
-    log-sum-exp of. Under bf16 autocast the product and what is kept are bf16, all between them float32.
+    `form` is that of these rows. The probabilities sum to one over the draft vocabulary; with `logsumexp_P`, over the
+    full one, whose logits these are the log-sum-exp of. Under bf16 autocast the product and what is kept are bf16, all
+    between them float32.
     """
     dtype = _dtype(last_PD.device, torch.float32)
     head_rows = head_rows_WD.to(dtype)
     probs = torch.empty(len(last_PD), len(head_rows), dtype=dtype, device=last_PD.device)
     for a in range(0, len(last_PD), _ROWS):
         at = slice(a, a + _ROWS)
-        logits = F.linear(last_PD[at].to(dtype), head_rows).float()
+        logits = form(F.linear(last_PD[at].to(dtype), head_rows).float())
         if logsumexp_P is None:
             probs[at] = torch.softmax(logits, dim=-1)
         else:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aquiline.config import AquilineWarning, TrainConfig, require
+from aquiline.config import AquilineWarning, TrainConfig, UserError, require
 from aquiline.data.features import Features
 from aquiline.model.draft import Draft
-from aquiline.model.target import Target, TargetLayer
+from aquiline.model.target import LlamaTarget, Target, TargetLayer
 
 
 @torch.no_grad()
@@ -43,9 +43,12 @@ def init_draft(
             part.div_(0.02 * draft.fc.in_features**0.5 * max(rms, 1e-6))
         sources["fc.weight"] = "random, scaled to the captured states"
     if draft.config.hidden_size == target.config.hidden_size:
-        draft.lm_head.weight.copy_(target.head_weight[draft.vocab.target_ids_W])
+        draft.lm_head.weight.copy_(target.head_weight[draft.vocab.target_ids_W].float() * target.head_form.scale)
         sources["lm_head.weight"] = "the target's head, rows of the draft vocabulary"
     if init == "target-layer":
+        if not isinstance(target, LlamaTarget):
+            family = target.config.family
+            raise UserError(f"init target-layer copies a Llama-like layer, and {family} has others: use init random")
         sources |= _copy_last_layer(draft, target)
     return sources
 
@@ -60,7 +63,7 @@ def _entering_fc(draft: Draft, aux_TA: Tensor) -> Sequence[Tensor]:
     return [norm(x) for norm, x in zip(draft.fc_norm, states, strict=True)]
 
 
-def _copy_last_layer(draft: Draft, target: Target) -> dict[str, str]:
+def _copy_last_layer(draft: Draft, target: LlamaTarget) -> dict[str, str]:
     """The draft's layer and `norm` from the target's last layer and final norm, and `fc` the identity of the high
     captured state: where that is the state that enters the last layer, the draft computes the target's own logits. A
     state captured some layers earlier is at least of the same basis, which a random `fc` would not leave.

@@ -52,6 +52,7 @@ def make_pack(documents: Sequence[Document], features: Features, draft: Draft, t
         outside_T=outside.cpu(),
         logsumexp_T=features.logsumexp_T.to(device),
         embeds_TH=embeds,
+        head_form=target.head_form.of(draft.vocab.target_ids_W),
     )
 
 

@@ -37,12 +37,12 @@ from aquiline.data.dataset import (
     token_counts,
 )
 from aquiline.data.features import FeatureStore, compute
-from aquiline.data.stored_states import StoredStates, drop_layers
+from aquiline.data.stored_states import StoredStates
 from aquiline.files import checkpoint, disk
 from aquiline.files.checkpoint import DraftInfo
 from aquiline.measure.evaluate import machine, versions
 from aquiline.model.draft import Draft
-from aquiline.model.target import Target
+from aquiline.model.target import LlamaTarget, Target
 from aquiline.model.vocab import VocabMap
 from aquiline.train.estimate import Estimate, estimate
 from aquiline.train.init import init_draft
@@ -170,14 +170,14 @@ class TrainingRun:
         if started is None:
             with passes_together(target, 1, processes):
                 features_of_some = (compute if stored is None else stored.features)(target, training[:_INIT_DOCUMENTS])
-                with whole(target.model.layers[-1]):
+                with whole(target.model.layers[-1] if isinstance(target, LlamaTarget) else target):
                     sources = init_draft(draft, target, features_of_some, config.seed, config.init)
         else:
             sources = {name: started["head"] for name, _ in draft.named_parameters()}
         draft.lm_head.weight.requires_grad_(config.train_lm_head)
         greedy_share = None
         if stored is not None:
-            drop_layers(target)
+            target.drop_layers()
             target.to(device, dtype)
             draft.to(device)
             config = dataclasses.replace(config, decode_every=0)
@@ -219,7 +219,7 @@ class TrainingRun:
         head = self.record.get("warm_start", {}).get("head")
         rows = []
         if not self.draft.config.own_embedding:
-            rows = [("embed_tokens.weight", _shape(self.target.model.embed_tokens.weight), "frozen", "the target's")]
+            rows = [("embed_tokens.weight", _shape(self.target.embedding.weight), "frozen", "the target's")]
         for name, p in self.draft.named_parameters():
             rows.append((name, _shape(p), "trained" if p.requires_grad else "frozen", self.sources[name]))
         vocab = self.draft.vocab
@@ -229,7 +229,7 @@ class TrainingRun:
 
     def parameters(self) -> tuple[int, int]:
         """How many numbers are trained, and how many the draft computes with that are not."""
-        frozen = 0 if self.draft.config.own_embedding else self.target.model.embed_tokens.weight.numel()
+        frozen = 0 if self.draft.config.own_embedding else self.target.embedding.weight.numel()
         sizes = [(p.numel(), p.requires_grad) for p in self.draft.parameters()]
         return sum(n for n, trained in sizes if trained), frozen + sum(n for n, trained in sizes if not trained)
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aquiline.model.target import Target
+from aquiline.config import UserError
+from aquiline.model.target import LlamaTarget, Target
 from aquiline.train.parallel import Processes
 
 
@@ -22,6 +23,8 @@ def shard(target: Target, device: str) -> None:
     One unit is gathered at a time: each layer, and embedding, final norm and head. They are moved and cut one after the
     other, so that of a target that was mapped from its file each process reads its own part.
     """
+    if not isinstance(target, LlamaTarget):
+        raise UserError(f"--shard-target cannot spread a {target.config.family} target: leave it out")
     assert target._decoder is None, "a packed target cannot be sharded"
     from torch.distributed.device_mesh import init_device_mesh  # seconds to import
     from torch.distributed.fsdp import fully_shard

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aquiline.model.draft import Draft
+from aquiline.model.target import PLAIN_HEAD, HeadForm
 from aquiline.train.attention import heads, ungroup, way
 from aquiline.train.head_loss import HeadLoss, teacher_probs
 
@@ -50,6 +51,7 @@ class Pack:
     outside_T: Tensor  # bool: the draft cannot propose that id
     logsumexp_T: Tensor  # of the target's logits over its full vocabulary; 0 there
     embeds_TH: Tensor
+    head_form: HeadForm = PLAIN_HEAD  # of the target's head rows of the draft vocabulary
 
 
 @dataclass
@@ -313,7 +315,7 @@ def _teacher(pack: Pack, plan: Plan, head_rows_WD: Tensor, *, over_all: bool) ->
     where[positions] = torch.arange(len(positions))
     positions = positions.to(pack.last_TD.device)
     logsumexp = pack.logsumexp_T[positions] if over_all else None
-    return teacher_probs(pack.last_TD[positions], head_rows_WD, logsumexp), where
+    return teacher_probs(pack.last_TD[positions], head_rows_WD, logsumexp, pack.head_form), where
 
 
 def _measure(draft: Draft, pack: Pack, plan: Plan, losses_R: Tensor, best_R: Tensor) -> StepStats:
