@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))  # works from a checkout, installed or not
 from aquiline import api  # noqa: E402
 from aquiline.config import UserError  # noqa: E402
 from aquiline.data.chat import Chat  # noqa: E402
-from aquiline.files import checkpoint, convert  # noqa: E402
-from aquiline.measure import doctor  # noqa: E402
+from aquiline.files import checkpoint  # noqa: E402
+from aquiline.measure import doctor, replies  # noqa: E402
 from aquiline.measure.evaluate import machine, versions  # noqa: E402
 from aquiline.measure.symptoms import refusal  # noqa: E402
 from aquiline.model.target import Target  # noqa: E402
@@ -177,7 +177,7 @@ class Bench:
         self.target = checkpoint.load_target("default", dtype, "cpu", every)
         self.packed = checkpoint.load_target("default", dtype, "cpu", every)
         doctor.pack_for_trials(self.packed, every)
-        self.answers = doctor.answer(self.packed, self.chat, doctor.own_prompts(), TOKENS)
+        self.answers = replies.answer(self.packed, self.chat, replies.own_prompts(), TOKENS)
 
     def look(self, folder: Path, chat: Chat | None = None, target: Target | None = None) -> doctor.Pair:
         """As `doctor.open_pair`, without loading a target."""
@@ -194,7 +194,7 @@ class Bench:
         pair.target = self.packed
         return pair
 
-    def examine(self, pair: doctor.Pair, answers: "doctor.Answers | None" = None) -> list[Any]:
+    def examine(self, pair: doctor.Pair, answers: replies.Answers | None = None) -> list[Any]:
         return pair.causes if pair.draft is None else doctor.examine(pair, answers or self.answers).causes
 
 

@@ -5,7 +5,9 @@ made otherwise (measure/trials.py). Healthy heads are best as they are.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,63 +15,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aquiline.config import TOP, DoctorConfig, DraftConfig, Limits, UserError, require
-from aquiline.data.chat import Chat, Message
+from aquiline.config import AquilineWarning, DoctorConfig, UserError
+from aquiline.data.chat import Chat
 from aquiline.data.dataset import Document
-from aquiline.decode.engine import Engine, Request
 from aquiline.files import checkpoint, disk
-from aquiline.files.checkpoint import DraftInfo
+from aquiline.measure.findings import (
+    from_coverage,
+    from_map,
+    from_parts,
+    from_positions,
+    from_prompts,
+    from_system,
+    from_trials,
+    undertrained,
+)
+from aquiline.measure.judge import STEPS, Gain, Judged, judge
+from aquiline.measure.replies import Answers, answer, own_prompts
 from aquiline.measure.symptoms import Cause, Fact, facts, from_facts, from_weights, random_looking, refusal
 from aquiline.measure.tasks import Prompt
-from aquiline.measure.trials import (
-    STEPS,
-    Answers,
-    Gain,
-    Judged,
-    Trial,
-    best_other_map,
-    judge,
-    layers_needed,
-    trials,
-    without,
-)
+from aquiline.measure.trials import Trial, layers_needed, trials, without
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 
-_BATCH = 8  # prompts that are answered at a time
-_ROWS = 128  # rows of full-vocabulary logits at a time
-_SHADOW = 1 / 3  # of the best trial's gain: what gains less is an effect of the same fault
 _POOR = 0.3  # share of first drafted tokens that are right, below which a head is of little use
-_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of positions
-
-_PASSAGE = (
-    "The lighthouse stood at the end of a long spit of sand, where two currents met. For ninety years a keeper had lit "
-    "the lamp at dusk, trimmed the wick at midnight and put it out at dawn, writing the weather of each day into a "
-    "ledger. When the lamp was made electric, the keeper stayed on, for somebody had to clean the lenses and paint the "
-    "iron stairs against the salt. The fishermen of the village said that they steered by the keeper's window more than "
-    "by the lamp, because it showed that someone was awake. In the spring of the last year a storm took away the path. "
-    "For three weeks nobody could reach the tower, and every evening the village counted the seconds between flashes. "
-    "When the sea calmed, a boat brought bread, letters and a young engineer with a box, which could light the lamp "
-    "without anyone. The keeper showed her the ledger, and how the glass sang before a storm. She stayed a week."
-)
-PROMPTS = {  # what is asked where the user gives no prompts, by kind
-    "questions": (
-        "Why is the sky blue?",
-        "What is the capital of Italy, and what is it known for?",
-        "Explain how a bicycle stays upright.",
-        "List five tips for better sleep.",
-    ),
-    "writing": ("Write a short story about a fox and a river.", "Write an e-mail that asks a colleague for help."),
-    "code": (
-        "Write a Python function that adds two numbers.",
-        "Write a Python function that counts the words of a text, with a docstring.",
-    ),
-    "mathematics": (
-        "A pen costs 3 dollars and a book 12. How much are two pens and a book?",
-        "Tom has 24 apples. He gives a third of them to Ann and eats two. How many are left?",
-    ),
-    "summaries": (f"Summarize this text in three sentences.\n\n{_PASSAGE}",),
+DEFINITIONS = {
+    "tau": "tokens emitted per cycle of a chain (figures.tree) over the target's greedy replies, by the walk that "
+    "equals chain decoding; the floor is 1",
+    "n_alpha": "[n]: share of drafted tokens accepted at depth n+1 among cycles that accepted the n before",
+    "acceptance_per_depth": "[n]: share of all cycles that accepted at least n+1 drafted tokens",
+    "first_right": "share of all rows, not only those at which a cycle begins, whose first drafted token is right",
+    "coverage": "share of the tokens of the replies that the head can propose",
+    "misses_outside_vocabulary": "share of the wrong first drafted tokens for which the right one cannot be proposed",
+    "by_position": "by the position at which a cycle begins",
+    "trials": "one thing made otherwise, on the same rows: accepted, more tokens of two drafted; nats, how much "
+    "likelier the written tokens of two steps are; _z, over the standard error, from means of blocks of 16 rows",
+    "certain": "no such gain, or no such tensor, is found in a healthy head",
 }
+_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of positions
 
 
 @dataclass
@@ -128,56 +110,38 @@ def _systems(folder: Path) -> list[str]:
     return [s for s in systems if isinstance(s, str)] if isinstance(systems, list) else []
 
 
-# ---------------------------------------------------------------- the target's answers
-
-
-def own_prompts() -> dict[str, list[Prompt]]:
-    return {
-        kind: [Prompt(f"{kind} {i}", [{"role": "user", "content": text}]) for i, text in enumerate(texts, 1)]
-        for kind, texts in PROMPTS.items()
-    }
-
-
-@torch.no_grad()
-def answer(
-    target: Target,
-    chat: Chat,
-    prompts: Mapping[str, Sequence[Prompt]],
-    max_new_tokens: int,
-    system: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> Answers:
-    """Let the target answer greedily, and keep the states that it captures. `system`: for prompts that have none."""
-    stop_ids = chat.end_of_turn_ids | frozenset(target.config.eos_token_ids)
-    limits = Limits(max_new_tokens, stop_ids)
-    asked: list[tuple[str, str, Request]] = []
-    for source, some in prompts.items():
-        for prompt in some:
-            ids = chat.render(_with_system(prompt.messages, system), **dict(template_kwargs or {}))
-            asked.append((source, prompt.id, Request(ids, limits=limits)))
-    context = max(len(request.prompt_ids) for *_, request in asked) + max_new_tokens
-    Engine(target, None, min(_BATCH, len(asked)), context).run([request for *_, request in asked])
-    documents, states, last = [], [], []
-    for source, name, request in asked:
-        ids = torch.tensor([*request.prompt_ids, *request.output_ids]).int()
-        documents.append(Document(ids, torch.arange(len(ids)) >= len(request.prompt_ids), True, source, name))
-        out = target(ids[None].long().to(target.device), torch.arange(len(ids), device=target.device)[None])
-        states.append(out.aux_BNA[0].cpu().unflatten(-1, (len(target.capture_after), -1)))
-        last.append(out.last_BND[0].cpu())
-    return Answers(documents, target.capture_after, torch.cat(states), torch.cat(last))
-
-
-def _with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
-    if system is None or any(m["role"] in ("system", "developer") for m in messages):
-        return list(messages)
-    return [{"role": "system", "content": system}, *messages]
-
-
 # ---------------------------------------------------------------- the examination
+
+
+def ask(
+    pair: Pair,
+    prompts: Mapping[str, Sequence[Prompt]] | None,
+    config: DoctorConfig,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Answers, Answers | None]:
+    """The target's answers to these prompts (None: our own); the same under the system message of the head's training,
+    where one is known.
+    """
+    asked = own_prompts() if prompts is None else prompts
+    settings = (config.max_new_tokens, template_kwargs)
+    answers = answer(pair.target, pair.chat, asked, *settings)
+    if config.system is not None:
+        return answers, answer(pair.target, pair.chat, asked, *settings, system=config.system)
+    if not pair.systems or not pair.systems[0]:
+        return answers, None
+    try:
+        return answers, answer(pair.target, pair.chat, asked, *settings, system=pair.systems[0])
+    except UserError as error:  # the template is not that of the training, which is another cause
+        warnings.warn(
+            f"the system message of the training cannot be written here: {error}", AquilineWarning, stacklevel=2
+        )
+        return answers, None
 
 
 @dataclass(frozen=True)
 class Examination:
+    """What was found."""
+
     causes: list[Cause]  # the certain ones first, then by weight
     figures: dict[str, Any]
     tried: list[tuple[Trial, Gain]]
@@ -193,19 +157,19 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
     tried: list[tuple[Trial, Gain]] = []
     for trial in trials(draft, target, pair.head_rows_WD):
         tried.append((trial, Gain.of(base, trial.judge(draft, target, answers), answers.documents)))
-    causes = [*pair.causes, *_from_trials(tried)]
-    causes += _from_map(base, answers, draft, causes)
+    causes = [*pair.causes, *from_trials(tried)]
+    causes += from_map(base, answers, draft, causes)
     parts = {}
     for part in ("attention", "mlp", *(() if config.top else ("fc",))):
         trial = without(draft, part)
         parts[part] = Gain.of(base, trial.judge(draft, target, answers), answers.documents)
         tried.append((trial, parts[part]))
-    causes += _from_parts(pair, parts, figures, causes)
-    causes += [*_from_coverage(figures), *_from_positions(base, answers, config), *_from_prompts(target, answers)]
+    causes += from_parts(draft, pair.random, parts, figures, causes)
+    causes += [*from_coverage(figures), *from_positions(base, answers, config), *from_prompts(target, answers)]
     if with_system is not None:
-        causes += _from_system(draft, target, base, answers, with_system, figures)
+        causes += from_system(draft, target, base, answers, with_system, figures)
     if not any(c.certain for c in causes) and figures["first_right"] < _POOR:
-        causes.append(_undertrained(figures))
+        causes.append(undertrained(figures))
     return Examination(ranked(causes), figures, tried)
 
 
@@ -255,8 +219,7 @@ def _figures(base: Judged, answers: Answers, draft: Draft) -> dict[str, Any]:
 
 def _by_position(base: Judged, answers: Answers) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    bounds = (0, *_EDGES, 2**31)
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise((0, *_EDGES, 2**31)):
         emitted = [n for at, n in base.cycles(answers.documents) if low <= at < high]
         if emitted:
             name = f"{low} to {high - 1}" if high < 2**31 else f"from {low}"
@@ -264,143 +227,30 @@ def _by_position(base: Judged, answers: Answers) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _from_trials(tried: Sequence[tuple[Trial, Gain]]) -> Iterator[Cause]:
-    best = max((gain.accepted for _, gain in tried if gain.likely), default=0.0)
-    for trial, gain in tried:
-        if gain.likely and gain.accepted >= _SHADOW * best:
-            evidence = (
-                f"{trial.words}, {gain.accepted:+.2f} tokens are accepted of two drafted (z {gain.accepted_z:.1f}), and "
-                f"what the target wrote is {gain.nats:.2f} nats likelier (z {gain.nats_z:.1f})"
-            )
-            yield Cause(trial.id, gain.certain, evidence, trial.advice, gain.accepted)
+# ---------------------------------------------------------------- the record
 
 
-def _from_map(base: Judged, answers: Answers, draft: Draft, causes: list[Cause]) -> Iterator[Cause]:
-    """Another map of the ids explains more than another `lm_head` does, which follows any map; that one is withdrawn."""
-    ids_T = torch.cat([d.ids for d in answers.documents]).long()
-    other = best_other_map(base, ids_T, draft.vocab.target_ids_W)
-    by_head = max((c.weight for c in causes if c.id == "lm_head" and c.weight < 1), default=0.0)
-    gain = other.right - other.given
-    if gain < 0.1 or other.right < 2 * other.given or other.right < by_head:
-        return
-    causes[:] = [c for c in causes if c.id != "lm_head"]
-    evidence = (
-        f"with {other.words}, {other.right:.0%} of the first drafted tokens would be right instead of {other.given:.0%}"
+def make_record(pair: Pair, found: Examination | None) -> dict[str, Any]:
+    """What `--json` writes; `found` is None where the head was refused."""
+    causes = pair.causes if found is None else found.causes
+    return {
+        "causes": [{k: v for k, v in dataclasses.asdict(c).items() if k != "weight"} for c in causes],
+        "figures": None if found is None else found.figures,
+        "pair": [dataclasses.asdict(fact) for fact in pair.facts],
+        "trials": [
+            {"id": trial.id, "what": trial.words} | dataclasses.asdict(gain)
+            for trial, gain in (() if found is None else found.tried)
+        ],
+        "definitions": DEFINITIONS,
+    }
+
+
+def summary(figures: Mapping[str, Any]) -> str:
+    """What limits a head that has no fault."""
+    first, covered = figures["first_right"], figures["coverage"]
+    outside = figures["misses_outside_vocabulary"]
+    return (
+        f"as it is, the head fits its target: {first:.0%} of the first drafted tokens are right. Of the misses, "
+        f"{outside:.0%} are tokens that its vocabulary lacks (it covers {covered:.0%}); the others it does not know "
+        "better. A head trained longer, or on answers to prompts more like these, may"
     )
-    advice = "d2t names the wrong tokens: write the map that the head was trained with, as offsets (target id - draft id)"
-    yield Cause("d2t", True, evidence, advice, gain)
-
-
-def _from_parts(
-    pair: Pair, parts: Mapping[str, Gain], figures: Mapping[str, Any], causes: Sequence[Cause]
-) -> Iterator[Cause]:
-    """Parts without which the head does no worse, and matrices that look random."""
-    explained = any(c.certain for c in causes)
-    idle = {part for part, gain in parts.items() if gain.nats_z > -2 and gain.accepted_z > -2}
-    matrices = {n: p for p, names in pair.random.items() for n in names}
-    all_matrices = [n for n, w in pair.draft.named_parameters() if w.ndim == 2] if pair.draft is not None else []
-    if len(matrices) > 1 and len(matrices) >= len(all_matrices) - 1:  # lm_head starts as the target's
-        sure = figures["first_right"] < 0.05
-        evidence = f"no matrix but {len(all_matrices) - len(matrices)} differs from fresh random numbers"
-        yield Cause("untrained", sure, evidence, "train the head; this is what one starts as", 0.9)
-        return
-    for part, names in pair.random.items():
-        evidence = f"{', '.join(names)} cannot be told from random numbers"
-        if part in idle:
-            evidence += f"; without its {part} the head does no worse ({parts[part].nats:+.2f} nats a token)"
-        advice = "the file does not hold what was trained: export the head again"
-        yield Cause(part, part in idle and not explained, evidence, advice, 0.6 if part in idle else 0.25)
-    for part, gain in parts.items():
-        if gain.certain and not explained:
-            evidence = f"without its {part}, {gain.accepted:+.2f} tokens are accepted of two drafted"
-            yield Cause(part, True, evidence, "what is there does harm: export the head again", gain.accepted)
-    if "fc" in idle and not explained and "fc" not in pair.random:
-        evidence = (
-            f"without the target's states the head does no worse ({parts['fc'].nats:+.2f} nats a token): "
-            "these are not the states that it was trained on"
-        )
-        advice = "give the target that the head was trained for, in the same quantisation, or train a head for this one"
-        yield Cause("target_mismatch", False, evidence, advice, 0.5)
-
-
-def _from_coverage(figures: Mapping[str, Any]) -> Iterator[Cause]:
-    covered, of_misses = figures["coverage"], figures["misses_outside_vocabulary"]
-    if covered >= 0.85 and of_misses < 0.25:
-        return
-    worst = min(figures["by_source"], key=lambda s: figures["by_source"][s]["coverage"])
-    evidence = (
-        f"the head can propose {covered:.0%} of what the target writes here (least of {worst}: "
-        f"{figures['by_source'][worst]['coverage']:.0%}); {of_misses:.0%} of the first drafted tokens that are wrong "
-        "could not have been right"
-    )
-    advice = (
-        "train a head on answers like these, with a larger --draft-vocab-size if need be (`aquiline data show` says "
-        "what each size covers)"
-    )
-    yield Cause("coverage", covered < 0.6 and of_misses > 0.5, evidence, advice, 1 - covered)
-
-
-def _from_positions(base: Judged, answers: Answers, config: DraftConfig) -> Iterator[Cause]:
-    if config.trained_length is None:
-        return
-    cycles = base.cycles(answers.documents)
-    within = [n for at, n in cycles if at <= config.trained_length]
-    beyond = [n for at, n in cycles if at > config.trained_length]
-    if len(within) < 32 or len(beyond) < 32:
-        return
-    near, far = sum(within) / len(within), sum(beyond) / len(beyond)
-    if far - 1 < 0.7 * (near - 1):
-        evidence = f"tau is {near:.2f} up to the {config.trained_length} tokens it was trained to, and {far:.2f} beyond"
-        yield Cause("trained_length", False, evidence, "train it on longer rows (--max-length)", near - far)
-
-
-@torch.no_grad()
-def _from_prompts(target: Target, answers: Answers) -> Iterator[Cause]:
-    """Does the target read the prompts as its own language?"""
-    surprise = torch.zeros(())
-    tokens, start = 0, 0
-    for d in answers.documents:
-        prompt = int(d.replies[0][0]) if d.replies else len(d)
-        for a in range(start, start + prompt - 1, _ROWS):
-            b = min(a + _ROWS, start + prompt - 1)
-            follows = d.ids[a - start + 1 : b - start + 1].long()
-            logits = target.logits(answers.last_TD[a:b].to(target.device)).cpu()
-            surprise += (logits.logsumexp(-1) - logits.gather(1, follows[:, None])[:, 0]).sum()
-            tokens += b - a
-        start += len(d)
-    chance = float(torch.tensor(float(target.config.vocab_size)).log())
-    if tokens and float(surprise) / tokens > chance:
-        evidence = (
-            f"the prompts surprise the target more than random tokens would: {float(surprise) / tokens:.1f} nats a "
-            f"token, and chance is {chance:.1f}"
-        )
-        advice = "check that tokenizer and weights of the target belong together: does `--draft none` write sense?"
-        yield Cause("tokenizer", False, evidence, advice, 0.05)
-
-
-def _from_system(
-    draft: Draft, target: Target, base: Judged, answers: Answers, with_system: Answers, figures: dict[str, Any]
-) -> Iterator[Cause]:
-    features = with_system.features(draft.config.capture_after)
-    other = judge(draft, target, with_system.documents, features, STEPS)
-    figures["tau_with_system"] = other.walk(with_system.documents).tau
-    here, there = base.right_KT[0][base.valid_KT[0]].float(), other.right_KT[0][other.valid_KT[0]].float()
-    if len(here) < 2 or len(there) < 2:
-        return
-    gain = float(there.mean() - here.mean())
-    spread = float(here.var() / len(here) + there.var() / len(there)) ** 0.5
-    if gain > 0.03 and gain > 3 * spread:
-        evidence = (
-            f"with the system message of its training, {there.mean():.0%} of the first drafted tokens are right, "
-            f"without it {here.mean():.0%}"
-        )
-        advice = "decode with that system message (--system), or train on answers that were given without it"
-        yield Cause("system_prompt", False, evidence, advice, gain)
-
-
-def _undertrained(figures: Mapping[str, Any]) -> Cause:
-    evidence = (
-        f"{figures['first_right']:.0%} of the first drafted tokens are right, and nothing that was made otherwise helps"
-    )
-    advice = "train it longer, on more answers of this very target to prompts like those it will be asked"
-    return Cause("undertrained", False, evidence, advice, 0.02)

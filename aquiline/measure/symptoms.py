@@ -2,6 +2,7 @@
 that no training leaves behind.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -84,11 +85,12 @@ def facts(draft: Draft, target: Target, info: DraftInfo | None, chat: Chat) -> l
     c, t = draft.config, target.config
     dtype = str(target.dtype).removeprefix("torch.")
     layers = capture_name(c.capture_after)
+    said = {} if info is None else dataclasses.asdict(info)
     return [
-        Fact("weights of the target", info and info.target_fingerprint, target_fingerprint(target)),
-        Fact("tokenizer", info and info.tokenizer, chat.fingerprint()),
-        Fact("chat template", info and info.template, chat.template_fingerprint()),
-        Fact("dtype of the target", info and info.target_dtype, dtype),
+        Fact("weights of the target", said.get("target_fingerprint"), target_fingerprint(target)),
+        Fact("tokenizer", said.get("tokenizer"), chat.fingerprint()),
+        Fact("chat template", said.get("template"), chat.template_fingerprint()),
+        Fact("dtype of the target", said.get("target_dtype"), dtype),
         Fact("vocabulary", str(c.vocab_size), str(t.vocab_size)),
         Fact("hidden size", str(c.target_hidden_size), str(t.hidden_size)),
         Fact("rope", rope_words(c.rope), rope_words(t.rope)),
