@@ -31,7 +31,8 @@ from aquiline.model.target import Target  # noqa: E402
 
 OUT = ROOT / "docs" / "records" / "sabotage.json"
 TOKENS = 96
-Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
+# Of a head's config and tensors, given the target's embedding.
+Edit = Callable[[dict[str, Any], dict[str, Tensor], Tensor], None]
 
 
 def random(weight: Tensor) -> Tensor:
@@ -39,19 +40,30 @@ def random(weight: Tensor) -> Tensor:
     return (noise * weight.float().std()).to(weight.dtype)
 
 
+def normal(weight: Tensor) -> Tensor:
+    return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+
+
 def put(name: str, make: Callable[[Tensor], Tensor]) -> Edit:
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
         tensors[name] = make(tensors[name])
 
     return edit
 
 
 def drop(name: str) -> Edit:
-    return lambda config, tensors: (tensors.pop(name), None)[1]
+    return lambda config, tensors, embedding: (tensors.pop(name), None)[1]
 
 
 def say(**keys: Any) -> Edit:
-    return lambda config, tensors: config.update(keys)
+    return lambda config, tensors, embedding: config.update(keys)
+
+
+def shift(by: int) -> Edit:
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
+        config["capture_after"] = [layer + by for layer in config["capture_after"]]
+
+    return edit
 
 
 def swap_states(a: int, b: int) -> Edit:
@@ -67,45 +79,52 @@ def rope(theta: float) -> Edit:
     return say(rope_theta=theta, rope_parameters={"rope_theta": theta, "rope_type": "default"})
 
 
-def remap(make: Callable[[Tensor], Tensor], *, with_t2d: bool) -> Edit:
-    """`make` turns the true ids into wrong ones; `d2t` is written as offsets to these."""
+def remap(make: Callable[[Tensor, int], Tensor]) -> Edit:
+    """`make` turns the true ids into wrong ones, which `d2t` and `t2d` agree on."""
 
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        wrong = make(ids)
-        tensors["d2t"] = wrong - torch.arange(len(ids))
-        del tensors["t2d"]
-        if with_t2d:
-            tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool)
-            tensors["t2d"][wrong] = True
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
+        counting = torch.arange(len(tensors["d2t"]))
+        wrong = make(tensors["d2t"] + counting, config["vocab_size"])
+        tensors["d2t"] = wrong - counting
+        tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool)
+        tensors["t2d"][wrong] = True
 
     return edit
 
 
-def arange(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def arange(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
     tensors["d2t"] = torch.arange(len(tensors["d2t"]))
 
 
-def arange_without_t2d(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    arange(config, tensors)
+def arange_without_t2d(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
+    arange(config, tensors, embedding)
     del tensors["t2d"]
 
 
-def shuffled_embedding(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    own = safetensors.torch.load_file(EMBEDDING[0])["embedding"]
-    tensors["embed_tokens.weight"] = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(0))]
+def shuffled_embedding(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
+    order = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(0))
+    tensors["embed_tokens.weight"] = embedding[order]
     config["own_embedding"] = True
 
 
-def stranger(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def halved(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
+    """A vocabulary that lacks every second of its tokens."""
+    ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"])))[::2]
+    tensors |= {"lm_head.weight": tensors["lm_head.weight"][::2].contiguous(), "d2t": ids - torch.arange(len(ids))}
+    tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool)
+    tensors["t2d"][ids] = True
+    config["draft_vocab_size"] = len(ids)
+
+
+def stranger(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
     """As another project's head: nothing says what it was trained for."""
     del config["aquiline"]
 
 
 def both(*edits: Edit) -> Edit:
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
         for one in edits:
-            one(config, tensors)
+            one(config, tensors, embedding)
 
     return edit
 
@@ -118,7 +137,6 @@ def ones(weight: Tensor) -> Tensor:
     return torch.ones_like(weight)
 
 
-EMBEDDING: list[Path] = []  # where the target's lies, for the fault that needs it
 ATTENTION, MLP = "midlayer.self_attn", "midlayer.mlp"
 # Name: the ids that name the fault, and what is done to config and tensors.
 FAULTS: dict[str, tuple[set[str], Edit]] = {
@@ -127,21 +145,21 @@ FAULTS: dict[str, tuple[set[str], Edit]] = {
     "low and middle state swapped": ({"capture_order"}, swap_states(0, 1)),
     "middle and high state swapped": ({"capture_order"}, swap_states(1, 2)),
     "low and high state swapped": ({"capture_order"}, swap_states(0, 2)),
-    "capture one layer late": ({"capture_shift"}, say(capture_after=[2, 15, 27])),
-    "capture one layer early": ({"capture_shift"}, say(capture_after=[0, 13, 25])),
+    "capture one layer late": ({"capture_shift"}, shift(1)),
+    "capture one layer early": ({"capture_shift"}, shift(-1)),
     "rope base 10000": ({"rope_base"}, rope(1e4)),
     "rope base 100": ({"rope_base"}, rope(100.0)),
     "d2t counts 0, 1, 2": ({"d2t"}, arange),
     "d2t counts 0, 1, 2, no t2d": ({"d2t"}, arange_without_t2d),
-    "d2t one id too high": ({"d2t"}, remap(lambda ids: (ids + 1).clamp(max=49151), with_t2d=True)),
-    "d2t rolled by one": ({"d2t"}, remap(lambda ids: ids.roll(1), with_t2d=True)),
+    "d2t one id too high": ({"d2t"}, remap(lambda ids, size: (ids + 1) % size)),
+    "d2t rolled by one": ({"d2t"}, remap(lambda ids, size: ids.roll(1))),
     "lm_head random": ({"lm_head"}, put("lm_head.weight", random)),
     "lm_head rows shuffled": ({"lm_head", "d2t"}, put("lm_head.weight", lambda w: w.flip(0).contiguous())),
     "norm missing": ({"norm"}, drop("norm.weight")),
     "norm all ones": ({"norm"}, put("norm.weight", ones)),
-    "norm random": ({"norm"}, put("norm.weight", lambda w: torch.randn(w.shape).to(w.dtype))),
+    "norm random": ({"norm"}, put("norm.weight", normal)),
     "hidden_norm zeroed": ({"norm"}, put("midlayer.hidden_norm.weight", zero)),
-    "hidden_norm random": ({"norm"}, put("midlayer.hidden_norm.weight", lambda w: torch.randn(w.shape).to(w.dtype))),
+    "hidden_norm random": ({"norm"}, put("midlayer.hidden_norm.weight", normal)),
     "attention output zeroed": ({"attention"}, put(f"{ATTENTION}.o_proj.weight", zero)),
     "attention output random": ({"attention"}, put(f"{ATTENTION}.o_proj.weight", random)),
     "queries random": ({"attention"}, put(f"{ATTENTION}.q_proj.weight", random)),
@@ -150,17 +168,17 @@ FAULTS: dict[str, tuple[set[str], Edit]] = {
     "own embedding shuffled": ({"embedding"}, shuffled_embedding),
     "norm_before_residual on": ({"norm_before_residual"}, say(norm_before_residual=True)),
     "norm_output on": ({"norm_output"}, say(norm_output=True)),
-    "of a smaller draft vocabulary": ({"files", "d2t"}, say(draft_vocab_size=4096)),
-    "one layer late, of a stranger": ({"capture_shift"}, both(stranger, say(capture_after=[2, 15, 27]))),
+    "half the draft vocabulary": ({"coverage"}, halved),
+    "one layer late, of a stranger": ({"capture_shift"}, both(stranger, shift(1))),
 }
-HEALTHY: dict[str, Edit] = {"as it is": lambda config, tensors: None, "of a stranger": stranger}
+HEALTHY: dict[str, Edit] = {"as it is": lambda config, tensors, embedding: None, "of a stranger": stranger}
 
 
-def write(head: Path, folder: Path, edit: Edit) -> Path:
+def write(head: Path, folder: Path, edit: Edit, embedding: Tensor) -> Path:
     """The head with the edit done to it, without run.json."""
     config = json.loads((head / "config.json").read_text("utf-8"))
     tensors = safetensors.torch.load_file(head / "model.safetensors")
-    edit(config, tensors)
+    edit(config, tensors, embedding)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
@@ -212,24 +230,21 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     head = checkpoint.draft_path("default")
     bench = Bench(torch.bfloat16)
+    embedding = bench.target.model.embed_tokens.weight.detach()
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        EMBEDDING.append(Path(scratch, "embedding.safetensors"))
-        safetensors.torch.save_file(
-            {"embedding": bench.target.model.embed_tokens.weight.detach().clone()}, EMBEDDING[0]
-        )
         folder = Path(scratch, "head")
         cases = {name: (set(), edit) for name, edit in HEALTHY.items()} | FAULTS
         for name, (expected, edit) in cases.items():
             if names and name not in names:
                 continue
-            causes = bench.examine(bench.look(write(head, folder, edit)))
+            causes = bench.examine(bench.look(write(head, folder, edit, embedding)))
             found[name] = result(expected, causes)
             said = ", ".join(f"{c.id}{'!' if c.certain else ''}" for c in causes) or "nothing"
             print(f"{name}: {said}", flush=True)
             for c in causes:
                 print(f"      {c.id} {c.weight:.2f} {c.evidence}"[:230], flush=True)
-    if not names:
+    if not names:  # all of them
         OUT.write_text(json.dumps({"results": found, "machine": machine(torch.device("cpu"))} | versions(), indent=1))
 
 

@@ -201,12 +201,12 @@ def _target(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _writer(row: dict[str, Any]) -> str:
-    told = {"target": _target(row), "template_kwargs": row.get("template_kwargs") or {}, "system": _system(row)}
-    return json.dumps(told, sort_keys=True)
+    kwargs = row.get("template_kwargs") or {}
+    return json.dumps({"target": _target(row), "template_kwargs": kwargs, "system": _system(row)}, sort_keys=True)
 
 
 def _system(row: dict[str, Any]) -> str:
-    """The system message of a row; "" where it has none, or does not tell. Rows of ids are not read as conversations."""
+    """The system message of a row; "" where it has none, or does not tell."""
     messages = row.get("messages") or row.get("conversations")
     first = messages[0] if isinstance(messages, list) and messages else None
     if not isinstance(first, dict) or first.get("role", first.get("from")) not in ("system", "developer"):

@@ -93,7 +93,7 @@ def look_at(target: Target, draft: Draft, folder: Path, chat: Chat) -> Pair:
         rows = target.head_weight[draft.vocab.target_ids_W].detach().clone()
     random = random_looking(draft)
     # In float32, whatever decoding takes: what was made otherwise is to show, not rounding; on CPUs it is faster here.
-    return Pair(target, draft.float(), chat, causes, found, random, rows, _systems(folder))
+    return Pair(target, draft.float().requires_grad_(False), chat, causes, found, random, rows, _systems(folder))
 
 
 def pack_for_trials(target: Target, layers: tuple[int, ...]) -> None:

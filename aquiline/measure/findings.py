@@ -23,7 +23,8 @@ def from_trials(tried: Sequence[tuple[Trial, Gain]]) -> Iterator[Cause]:
         if gain.likely and gain.accepted >= _SHADOW * best:
             evidence = (
                 f"{trial.words}, {gain.accepted:.2f} more of two drafted tokens are accepted "
-                f"(z {gain.accepted_z:.1f}), and what the target wrote is {gain.nats:.2f} nats likelier (z {gain.nats_z:.1f})"
+                f"(z {gain.accepted_z:.1f}), and what the target wrote is {gain.nats:.2f} nats likelier "
+                f"(z {gain.nats_z:.1f})"
             )
             yield Cause(trial.id, gain.certain, evidence, trial.advice, gain.accepted)
 
