@@ -27,17 +27,19 @@ from aquiline.measure.findings import (
     from_prompts,
     from_system,
     from_trials,
+    idle_parts,
     undertrained,
 )
 from aquiline.measure.judge import STEPS, Gain, Judged, judge
 from aquiline.measure.replies import Answers, answer, own_prompts
-from aquiline.measure.symptoms import Cause, Fact, facts, from_facts, from_weights, random_looking, refusal
+from aquiline.measure.symptoms import WEIGHTS, Cause, Fact, facts, from_facts, from_weights, random_looking, refusal
 from aquiline.measure.tasks import Prompt
 from aquiline.measure.trials import Trial, layers_needed, trials, without
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 
-_POOR = 0.3  # share of first drafted tokens that are right, below which a head is of little use
+_HOPELESS = 0.15  # share of first drafted tokens that are right, below which no part of a head can show its worth
+_POOR = 0.3  # the same, of a head that is of little use
 DEFINITIONS = {
     "tau": "tokens emitted per cycle of a chain (figures.tree) over the target's greedy replies, by the walk that "
     "equals chain decoding; the floor is 1",
@@ -157,14 +159,17 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
     tried: list[tuple[Trial, Gain]] = []
     for trial in trials(draft, target, pair.head_rows_WD):
         tried.append((trial, Gain.of(base, trial.judge(draft, target, answers), answers.documents)))
-    causes = [*pair.causes, *from_trials(tried)]
-    causes += from_map(base, answers, draft, causes)
     parts = {}
     for part in ("attention", "mlp", *(() if config.top else ("fc",))):
         trial = without(draft, part)
         parts[part] = Gain.of(base, trial.judge(draft, target, answers), answers.documents)
         tried.append((trial, parts[part]))
-    causes += from_parts(draft, pair.random, parts, figures, causes)
+    hopeless = figures["first_right"] < _HOPELESS
+    idle = idle_parts(parts)
+    causes = [*pair.causes, *from_trials(tried, broken=hopeless or bool(idle))]
+    causes += from_map(base, answers, draft, causes)
+    same = next((not f.differs for f in pair.facts if f.what == WEIGHTS and f.head is not None), None)
+    causes += from_parts(draft, pair.random, parts, causes, hopeless=hopeless, right_target=same)
     causes += [*from_coverage(figures), *from_positions(base, answers, config), *from_prompts(target, answers)]
     if with_system is not None:
         causes += from_system(draft, target, base, answers, with_system, figures)

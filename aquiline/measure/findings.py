@@ -14,11 +14,23 @@ from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 
 _ROWS = 128  # rows of full-vocabulary logits at a time
+_CLEAR = 0.1  # a gain in accepted tokens, of two drafted, that no accident explains
+_NOT_TRAINED = "the file does not hold what was trained: export the head again"
 _SHADOW = 1 / 3  # of the best trial's gain: what gains less is an effect of the same fault
 
 
-def from_trials(tried: Sequence[tuple[Trial, Gain]]) -> Iterator[Cause]:
+def idle_parts(parts: Mapping[str, Gain]) -> set[str]:
+    """Those without which the head does no worse. In a healthy head every part helps; in a hopeless one none can."""
+    return {part for part, gain in parts.items() if gain.nats_z > -2 and gain.accepted_z > -2}
+
+
+def from_trials(tried: Sequence[tuple[Trial, Gain]], *, broken: bool) -> Iterator[Cause]:
+    """What is better otherwise; at most the best is certain. In a head that is `broken`, or that is likelier in several
+    unrelated ways, a small gain may come from anything.
+    """
     best = max((gain.accepted for _, gain in tried if gain.likely), default=0.0)
+    likelier = {trial.id for trial, gain in tried if gain.nats_z >= 3 and gain.nats > 0.02}
+    needed = _CLEAR if broken or len(likelier) > 2 else 0.0
     for trial, gain in tried:
         if gain.likely and gain.accepted >= _SHADOW * best:
             evidence = (
@@ -26,26 +38,29 @@ def from_trials(tried: Sequence[tuple[Trial, Gain]]) -> Iterator[Cause]:
                 f"(z {gain.accepted_z:.1f}), and what the target wrote is {gain.nats:.2f} nats likelier "
                 f"(z {gain.nats_z:.1f})"
             )
-            yield Cause(trial.id, gain.certain, evidence, trial.advice, gain.accepted)
+            certain = gain.certain and gain.accepted >= max(needed, 0.9 * best)
+            yield Cause(trial.id, certain, evidence, trial.advice, gain.accepted)
 
 
 def from_map(base: Judged, answers: Answers, draft: Draft, causes: list[Cause]) -> Iterator[Cause]:
     """Another map of the ids, where it explains more than the target's head does, which fits any map: that is then no
-    cause of its own.
+    cause of its own. A learnt map fits a random `lm_head` too, but that one is not sure of what it proposes.
     """
     ids_T = torch.cat([d.ids for d in answers.documents]).long()
     other = best_other_map(base, ids_T, draft.vocab.target_ids_W)
     by_head = max((c.weight for c in causes if c.id == "lm_head" and c.weight < 1), default=0.0)
     gain = other.right - other.given
-    if gain < 0.1 or other.right < 2 * other.given or other.right < by_head:
+    if gain < _CLEAR or other.right < 2 * other.given or other.right < by_head:
         return
-    causes[:] = [c for c in causes if c.id != "lm_head"]
     evidence = (
         f"with {other.words}, {other.right:.0%} of the first drafted tokens would be right instead of {other.given:.0%}"
     )
-    advice = (
-        "d2t names the wrong tokens: write the map that the head was trained with, as offsets (target id - draft id)"
-    )
+    if other.learnt and base.sure < 0.6 * other.right:
+        evidence = f"{evidence}, yet it gives them a probability of {base.sure:.0%} on average"
+        yield Cause("lm_head", True, evidence, "lm_head.weight is not what was trained: export the head again", gain)
+        return
+    causes[:] = [c for c in causes if c.id != "lm_head"]
+    advice = "d2t names the wrong tokens: write the map that the head was trained with, target id minus draft id"
     yield Cause("d2t", True, evidence, advice, gain)
 
 
@@ -53,34 +68,38 @@ def from_parts(
     draft: Draft,
     random: Mapping[str, Sequence[str]],
     parts: Mapping[str, Gain],
-    figures: Mapping[str, Any],
     causes: Sequence[Cause],
+    *,
+    hopeless: bool,
+    right_target: bool | None,
 ) -> Iterator[Cause]:
-    """Parts without which the head does no worse, and matrices that look random."""
+    """Parts without which the head does no worse, and matrices that look random. `right_target`: the target is the one
+    that the head was trained for, as far as it tells.
+    """
     explained = any(c.certain for c in causes)
-    idle = {part for part, gain in parts.items() if gain.nats_z > -2 and gain.accepted_z > -2}
-    strange = sum(map(len, random.values()))
-    matrices = [name for name, weight in draft.named_parameters() if weight.ndim == 2]
-    if strange > 1 and strange >= len(matrices) - 1:  # lm_head starts as the target's
-        sure = figures["first_right"] < 0.05
-        evidence = f"{strange} of its {len(matrices)} matrices cannot be told from fresh random numbers"
-        yield Cause("untrained", sure, evidence, "train the head; this is what one starts as", 0.9)
-        return
+    strange, matrices = sum(map(len, random.values())), sum(weight.ndim == 2 for weight in draft.parameters())
+    if strange > matrices / 2:  # small or hardly trained ones do: it tells nothing of a part
+        if strange >= matrices - 1 and hopeless and not explained:  # lm_head starts as the target's
+            evidence = f"{strange} of its {matrices} matrices cannot be told from fresh random numbers"
+            yield Cause("untrained", True, evidence, "train the head: this is what one starts as", 0.1)
+        random = {}
+    idle = idle_parts(parts)
     for part, names in random.items():
         evidence = f"{', '.join(names)} cannot be told from random numbers"
-        if part in idle:
-            evidence += f"; without its {part} the head does no worse ({parts[part].nats:+.2f} nats a token)"
-        advice = "the file does not hold what was trained: export the head again"
-        yield Cause(part, part in idle and not explained, evidence, advice, 0.6 if part in idle else 0.25)
-    for part, gain in parts.items():
-        if gain.certain and not explained:
-            evidence = f"without its {part}, {gain.accepted:.2f} more of two drafted tokens are accepted"
-            yield Cause(part, True, evidence, "what is there does harm: export the head again", gain.accepted)
-    if "fc" in idle and not explained and "fc" not in random:
-        evidence = (
-            f"without the target's states the head does no worse ({parts['fc'].nats:+.2f} nats a token): "
-            "these are not the states that it was trained on"
-        )
+        sure = part in idle and not explained
+        yield Cause(part, sure, evidence, _NOT_TRAINED, 0.6 if part in idle else 0.25)
+    some = idle if len(idle) < len(parts) else set()
+    for part in sorted(some - {"fc"}):
+        evidence = f"without its {part} the head does no worse ({parts[part].nats:+.2f} nats a token)"
+        yield Cause(part, parts[part].certain, evidence, _NOT_TRAINED, 0.5)
+    if "fc" not in idle or explained or "fc" in random:
+        return
+    evidence = f"without the target's states the head does no worse ({parts['fc'].nats:+.2f} nats a token)"
+    if right_target:
+        evidence += ", though this is the target that it was trained on"
+        yield Cause("fc", False, evidence, _NOT_TRAINED, 0.3)
+    else:
+        evidence += ": these are not the states that it was trained on"
         advice = "give the target that the head was trained for, in the same quantisation, or train a head for this one"
         yield Cause("target_mismatch", False, evidence, advice, 0.5)
 

@@ -2,7 +2,7 @@
 
 What it would do is computed by the training walk, which equals chain decoding.
 
-Shapes: T tokens, K steps, W draft vocabulary, R rows, H draft width.
+Shapes: T tokens, K steps, W draft vocabulary.
 """
 
 from collections import Counter, defaultdict
@@ -36,7 +36,7 @@ class Judged:
     valid_KT: Tensor  # bool: the row is followed by a token of the reply at this step
     proposed_KT: Tensor  # draft ids, -1 where not valid
     likely_KT: Tensor  # log-probability of the token written, over the draft vocabulary; _FLOOR outside it
-    hidden_RH: Tensor  # of step 0, of its valid rows: what `lm_head` reads
+    sure: float  # mean probability, by its own account, of the first drafted tokens
 
     def walk(self, documents: Sequence[Document], source: str | None = None) -> Walk:
         """The accepted length of chain decoding over these documents, or over those of one source."""
@@ -80,23 +80,24 @@ def judge(draft: Draft, target: Target, documents: Sequence[Document], features:
     shape = plan.valid_KT.shape
     right, proposed = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
     likely = torch.zeros(shape)
-    first_hidden = torch.empty(0)
+    sure = torch.zeros(())
     for k, (_, hidden) in enumerate(roll(draft, pack, plan)):
         rows = plan.scored[k]
         read = hidden[plan.scored_at[k]]
-        if k == 0:
-            first_hidden = read
         stored = pack.ids_T[rows + 2 + k]
         draft_ids = draft.vocab.draft_ids_V[stored.to(read.device)]
         for a in range(0, len(rows), _ROWS):
             here, wanted = rows[a : a + _ROWS], draft_ids[a : a + _ROWS]
             logits = draft.logits(read[a : a + _ROWS])
             best = logits.argmax(-1)
-            found = logits.gather(1, wanted.clamp(min=0)[:, None])[:, 0] - logits.logsumexp(-1)
+            all_of_it = logits.logsumexp(-1)
+            if k == 0:
+                sure += (logits.amax(-1) - all_of_it).exp().sum().cpu()
+            found = logits.gather(1, wanted.clamp(min=0)[:, None])[:, 0] - all_of_it
             found = torch.where(wanted < 0, _FLOOR, found).nan_to_num(_FLOOR).clamp(min=_FLOOR)
             proposed[k, here], likely[k, here] = best.cpu(), found.cpu()
             right[k, here] = draft.vocab.target_ids_W[best].cpu() == stored[a : a + _ROWS]
-    return Judged(right, plan.valid_KT, proposed, likely, first_hidden)
+    return Judged(right, plan.valid_KT, proposed, likely, float(sure) / max(len(plan.scored[0]), 1))
 
 
 # ---------------------------------------------------------------- better or worse
@@ -162,12 +163,14 @@ class OtherMap:
     words: str
     right: float
     given: float
+    learnt: (
+        bool  # nobody wrote it down: for each draft id, the token that most often followed where else it was proposed
+    )
 
 
 def best_other_map(judged: Judged, ids_T: Tensor, target_ids_W: Tensor) -> OtherMap:
-    """The map by which the same proposals would be right most often: `d2t` read in another way, or, for a map nobody
-    wrote down, for each draft id the token that most often followed where else it was proposed. The latter counts only
-    if it tells more than the same game played with the token before.
+    """The map by which the same proposals would be right most often: `d2t` read in another way, or a learnt one. The
+    latter counts only if it tells more than the same game played with the token before.
     """
     rows = judged.valid_KT[0].nonzero().squeeze(1)
     proposed, stored, before = judged.proposed_KT[0, rows], ids_T[rows + 2], ids_T[rows + 1]
@@ -180,11 +183,11 @@ def best_other_map(judged: Judged, ids_T: Tensor, target_ids_W: Tensor) -> Other
         "the same ids in ascending order": ids.sort().values,
     }
     shares = {words: float((other[proposed] == stored).float().mean()) for words, other in readings.items()}
+    words, given = max(shares, key=lambda name: shares[name]), float((ids[proposed] == stored).float().mean())
     learnt = _learnt(proposed.tolist(), stored.tolist())
-    if learnt > 1.4 * _learnt(before.tolist(), stored.tolist()):
-        shares["another map, learnt from the other rows"] = learnt
-    words = max(shares, key=lambda name: shares[name])
-    return OtherMap(words, shares[words], float((ids[proposed] == stored).float().mean()))
+    if learnt > 1.4 * _learnt(before.tolist(), stored.tolist()) and learnt > 1.4 * shares[words]:
+        return OtherMap("another map, learnt from the other rows", learnt, given, True)
+    return OtherMap(words, shares[words], given, False)
 
 
 def _learnt(proposed: Sequence[int], stored: Sequence[int]) -> float:

@@ -16,6 +16,7 @@ from aquiline.measure.trials import rope_words
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 
+WEIGHTS, TEMPLATE = "weights of the target", "chat template"  # two of the facts
 _RANDOM_BELOW = 1.08  # of `spike`: fresh random numbers are near 1, what was trained is above 1.2
 _FEW_ROWS = 32  # a smaller matrix of random numbers strays further
 
@@ -87,9 +88,9 @@ def facts(draft: Draft, target: Target, info: DraftInfo | None, chat: Chat) -> l
     layers = capture_name(c.capture_after)
     said = {} if info is None else dataclasses.asdict(info)
     return [
-        Fact("weights of the target", said.get("target_fingerprint"), target_fingerprint(target)),
+        Fact(WEIGHTS, said.get("target_fingerprint"), target_fingerprint(target)),
         Fact("tokenizer", said.get("tokenizer"), chat.fingerprint()),
-        Fact("chat template", said.get("template"), chat.template_fingerprint()),
+        Fact(TEMPLATE, said.get("template"), chat.template_fingerprint()),
         Fact("dtype of the target", said.get("target_dtype"), dtype),
         Fact("vocabulary", str(c.vocab_size), str(t.vocab_size)),
         Fact("hidden size", str(c.target_hidden_size), str(t.hidden_size)),
@@ -103,7 +104,7 @@ def facts(draft: Draft, target: Target, info: DraftInfo | None, chat: Chat) -> l
 def from_facts(found: list[Fact], draft: Draft, target: TargetConfig, info: DraftInfo | None) -> Iterator[Cause]:
     """What the pair's records alone make suspect. None of it is certain to cost anything."""
     differs = {fact.what: fact for fact in found if fact.differs}
-    weights, template = differs.get("weights of the target"), differs.get("chat template")
+    weights, template = differs.get(WEIGHTS), differs.get(TEMPLATE)
     if weights is not None and info is not None:
         evidence = f"it was trained on other weights: {info.target}, {weights.head}; here they are {weights.here}"
         yield Cause("target_mismatch", False, evidence, _ADVICE["target_mismatch"], 0.2)

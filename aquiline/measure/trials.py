@@ -179,4 +179,9 @@ def without(draft: Draft, part: str) -> Trial:
     of the target.
     """
     paths = {"attention": "midlayer.self_attn.o_proj", "mlp": "midlayer.mlp.down_proj", "fc": "fc"}
-    return Trial(part, f"without its {part}", "", lambda d: _put(d, paths[part], torch.zeros_like))
+    return Trial(
+        part,
+        f"without its {part}",
+        f"{part} does harm: export the head again",
+        lambda d: _put(d, paths[part], torch.zeros_like),
+    )
