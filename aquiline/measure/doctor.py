@@ -175,6 +175,8 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
         causes += from_system(draft, target, base, answers, with_system, figures)
     if not any(c.certain for c in causes) and figures["first_right"] < _POOR:
         causes.append(undertrained(figures))
+    if any(c.certain for c in pair.causes):  # what is seen beside it may come of it
+        causes = [c if c in pair.causes else dataclasses.replace(c, certain=False) for c in causes]
     return Examination(ranked(causes), figures, tried)
 
 
