@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from aquiline import api
@@ -172,14 +173,26 @@ def test_another_tokenizer_is_certain(folder, capsys):
     assert (code, [c["id"] for c in record["causes"]]) == (1, ["tokenizer"])
 
 
-def test_other_weights_of_the_target_are_named(folder, capsys):
-    """By the fingerprint, and by behaviour where a head has none."""
-    torch.manual_seed(1)
-    if not (folder / "other").exists():
-        qwen(folder / "other")
-    for head in (None, write_head(folder / "run/head", folder / "broken", HEALTHY["of a stranger"], torch.empty(0))):
-        _, record, _ = doctor_command(folder, capsys, target=folder / "other", head=head)
-        assert "target_mismatch" in [c["id"] for c in record["causes"][:2]], record["causes"]
+def test_a_target_with_other_states_is_named(folder, capsys):
+    """Its residual stream is shuffled, as quantisers rotate it: the text is the same, and the head is lost. Named by the
+    fingerprint, and by behaviour where a head has none.
+    """
+    other = changed_target(folder, "other", "README.md", "The same, shuffled.")
+    weights = safetensors.torch.load_file(other / "model.safetensors")
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = weight[order].contiguous()
+        elif not name.endswith(("q_norm.weight", "k_norm.weight")):
+            weights[name] = weight[..., order].contiguous()
+    safetensors.torch.save_file(weights, other / "model.safetensors", {"format": "pt"})
+    stranger = write_head(folder / "run/head", folder / "broken", HEALTHY["of a stranger"], torch.empty(0))
+    for head, certain in ((None, True), (stranger, False)):
+        thinking = ("--template-kwarg", "enable_thinking=false")
+        code, record, _ = doctor_command(folder, capsys, *thinking, target=other, head=head)
+        assert ("target_mismatch", certain) in [(c["id"], c["certain"]) for c in record["causes"][:2]], record["causes"]
+        assert code == certain
+        assert record["figures"]["coverage"] == 1
 
 
 # ---------------------------------------------------------------- its parts

@@ -39,6 +39,7 @@ from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 
 _HOPELESS = 0.15  # share of first drafted tokens that are right, below which no part of a head can show its worth
+_JUDGED_COVERAGE = 0.3  # of what the target writes, below which a head is not to be judged at all
 _POOR = 0.3  # the same, of a head that is of little use
 DEFINITIONS = {
     "tau": "tokens emitted per cycle of a chain (figures.tree) over the target's greedy replies, by the walk that "
@@ -169,7 +170,8 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
     causes = [*pair.causes, *from_trials(tried, broken=hopeless or bool(idle))]
     causes += from_map(base, answers, draft, causes)
     same = next((not f.differs for f in pair.facts if f.what == WEIGHTS and f.head is not None), None)
-    causes += from_parts(draft, pair.random, parts, causes, hopeless=hopeless, right_target=same)
+    if figures["coverage"] > _JUDGED_COVERAGE:
+        causes += from_parts(draft, pair.random, parts, causes, hopeless=hopeless, right_target=same)
     causes += [*from_coverage(figures), *from_positions(base, answers, config), *from_prompts(target, answers)]
     if with_system is not None:
         causes += from_system(draft, target, base, answers, with_system, figures)

@@ -16,6 +16,7 @@ from aquiline.model.target import Target
 _ROWS = 128  # rows of full-vocabulary logits at a time
 _CLEAR = 0.1  # a gain in accepted tokens, of two drafted, that no accident explains
 _NOT_TRAINED = "the file does not hold what was trained: export the head again"
+_OTHER_TARGET = "give the target that the head was trained for, in the same quantisation, or train a head for this one"
 _SHADOW = 1 / 3  # of the best trial's gain: what gains less is an effect of the same fault
 
 
@@ -77,9 +78,13 @@ def from_parts(
     that the head was trained for, as far as it tells.
     """
     explained = any(c.certain for c in causes)
+    if right_target is False and hopeless:
+        evidence = "next to nothing that it drafts is accepted"
+        yield Cause("target_mismatch", True, evidence, _OTHER_TARGET, 0.5)
     strange, matrices = sum(map(len, random.values())), sum(weight.ndim == 2 for weight in draft.parameters())
     if strange > matrices / 2:  # small or hardly trained ones do: it tells nothing of a part
-        if strange >= matrices - 1 and hopeless and not explained:  # lm_head starts as the target's
+        # lm_head starts as the target's.
+        if strange >= matrices - 1 and hopeless and not explained and right_target is not False:
             evidence = f"{strange} of its {matrices} matrices cannot be told from fresh random numbers"
             yield Cause("untrained", True, evidence, "train the head: this is what one starts as", 0.1)
         random = {}
@@ -100,8 +105,7 @@ def from_parts(
         yield Cause("fc", False, evidence, _NOT_TRAINED, 0.3)
     else:
         evidence += ": these are not the states that it was trained on"
-        advice = "give the target that the head was trained for, in the same quantisation, or train a head for this one"
-        yield Cause("target_mismatch", False, evidence, advice, 0.5)
+        yield Cause("target_mismatch", False, evidence, _OTHER_TARGET, 0.5)
 
 
 def from_coverage(figures: Mapping[str, Any]) -> Iterator[Cause]:
