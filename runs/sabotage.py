@@ -1,5 +1,5 @@
 """One fault at a time in the head that comes with the package, or in what it is used with: does `aquiline doctor` name
-it? Writes docs/records/sabotage.json. Ten minutes on two cores.
+it? Writes docs/records/sabotage.json when all are run.
 
     python runs/sabotage.py [NAME ...]
 """
@@ -24,6 +24,7 @@ from aquiline import api  # noqa: E402
 from aquiline.config import UserError  # noqa: E402
 from aquiline.data.chat import Chat  # noqa: E402
 from aquiline.files import checkpoint  # noqa: E402
+from aquiline.files.disk import write_json_atomic  # noqa: E402
 from aquiline.measure import doctor, replies  # noqa: E402
 from aquiline.measure.evaluate import machine, versions  # noqa: E402
 from aquiline.measure.symptoms import refusal  # noqa: E402
@@ -240,12 +241,13 @@ def main(names: list[str]) -> None:
                 continue
             causes = bench.examine(bench.look(write(head, folder, edit, embedding)))
             found[name] = result(expected, causes)
+            if not names:  # after each, for it takes long
+                record = {"results": found, "machine": machine(torch.device("cpu")), "versions": versions()}
+                write_json_atomic(OUT, record)
             said = ", ".join(f"{c.id}{'!' if c.certain else ''}" for c in causes) or "nothing"
             print(f"{name}: {said}", flush=True)
             for c in causes:
                 print(f"      {c.id} {c.weight:.2f} {c.evidence}"[:230], flush=True)
-    if not names:  # all of them
-        OUT.write_text(json.dumps({"results": found, "machine": machine(torch.device("cpu"))} | versions(), indent=1))
 
 
 if __name__ == "__main__":

@@ -174,9 +174,7 @@ def test_another_tokenizer_is_certain(folder, capsys):
 
 
 def test_a_target_with_other_states_is_named(folder, capsys):
-    """Its residual stream is shuffled, as quantisers rotate it: the text is the same, and the head is lost. Named by the
-    fingerprint, and by behaviour where a head has none.
-    """
+    """Its residual stream is shuffled, as quantisers rotate it: the text is the same, and the head is lost."""
     other = changed_target(folder, "other", "README.md", "The same, shuffled.")
     weights = safetensors.torch.load_file(other / "model.safetensors")
     order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
@@ -251,6 +249,16 @@ def test_random_numbers_have_no_spike():
     assert 0.9 < spike(random) < 1.08
     assert spike(random + 0.3 * torch.ones(300, 1) * torch.randn(1, 200)) > 1.2
     assert set(random_looking(tiny_draft(tiny_target()))) >= {"fc", "attention", "mlp"}
+
+
+def test_a_head_that_was_never_trained(bench, folder):
+    def fresh(config, tensors, embedding):
+        for name, weight in tensors.items():
+            if weight.is_floating_point():
+                tensors[name] = torch.ones_like(weight) if weight.ndim == 1 else SCRIPT["normal"](weight) * 0.02
+
+    causes = causes_of(bench, folder, folder / "run/head", fresh)
+    assert (causes[0].id, causes[0].certain) == ("untrained", True)
 
 
 def test_a_refusal_names_the_part():

@@ -83,9 +83,10 @@ def from_parts(
         yield Cause("target_mismatch", True, evidence, _OTHER_TARGET, 0.5)
     strange, matrices = sum(map(len, random.values())), sum(weight.ndim == 2 for weight in draft.parameters())
     if strange > matrices / 2:  # small or hardly trained ones do: it tells nothing of a part
-        # lm_head starts as the target's.
-        if strange >= matrices - 1 and hopeless and not explained and right_target is not False:
-            evidence = f"{strange} of its {matrices} matrices cannot be told from fresh random numbers"
+        norms = [weight for weight in draft.parameters() if weight.ndim == 1]
+        untouched = all(bool(((weight == 0) | (weight == 1)).all()) for weight in norms)  # biases start as zeros
+        if strange >= matrices - 1 and hopeless and untouched:  # lm_head starts as the target's
+            evidence = f"{strange} of its {matrices} matrices are as fresh random numbers, and all its norms are ones"
             yield Cause("untrained", True, evidence, "train the head: this is what one starts as", 0.1)
         random = {}
     idle = idle_parts(parts)
@@ -97,15 +98,18 @@ def from_parts(
     for part in sorted(some - {"fc"}):
         evidence = f"without its {part} the head does no worse ({parts[part].nats:+.2f} nats a token)"
         yield Cause(part, parts[part].certain, evidence, _NOT_TRAINED, 0.5)
+    if right_target is None and hopeless and not explained:
+        evidence = "next to nothing that it drafts is accepted, and it does not say which target it was trained on"
+        yield Cause("target_mismatch", False, evidence, _OTHER_TARGET, 0.55)
     if "fc" not in idle or explained or "fc" in random:
         return
     evidence = f"without the target's states the head does no worse ({parts['fc'].nats:+.2f} nats a token)"
     if right_target:
         evidence += ", though this is the target that it was trained on"
-        yield Cause("fc", False, evidence, _NOT_TRAINED, 0.3)
+        yield Cause("fc", False, evidence, _NOT_TRAINED, 0.7)
     else:
         evidence += ": these are not the states that it was trained on"
-        yield Cause("target_mismatch", False, evidence, _OTHER_TARGET, 0.5)
+        yield Cause("target_mismatch", False, evidence, _OTHER_TARGET, 0.7)
 
 
 def from_coverage(figures: Mapping[str, Any]) -> Iterator[Cause]:
