@@ -1,5 +1,5 @@
 """One fault at a time in the head that comes with the package, or in what it is used with: does `aquiline doctor` name
-it? Writes docs/records/sabotage.json when all are run.
+it? Writes docs/records/sabotage.json, a case at a time.
 
     python runs/sabotage.py [NAME ...]
 """
@@ -22,13 +22,11 @@ sys.path.insert(0, str(ROOT))  # works from a checkout, installed or not
 
 from aquiline import api  # noqa: E402
 from aquiline.config import UserError  # noqa: E402
-from aquiline.data.chat import Chat  # noqa: E402
 from aquiline.files import checkpoint  # noqa: E402
 from aquiline.files.disk import write_json_atomic  # noqa: E402
 from aquiline.measure import doctor, replies  # noqa: E402
 from aquiline.measure.evaluate import machine, versions  # noqa: E402
 from aquiline.measure.symptoms import refusal  # noqa: E402
-from aquiline.model.target import Target  # noqa: E402
 
 OUT = ROOT / "docs" / "records" / "sabotage.json"
 TOKENS = 96
@@ -198,9 +196,9 @@ class Bench:
         doctor.pack_for_trials(self.packed, every)
         self.answers = replies.answer(self.packed, self.chat, replies.own_prompts(), TOKENS)
 
-    def look(self, folder: Path, chat: Chat | None = None, target: Target | None = None) -> doctor.Pair:
+    def look(self, folder: Path) -> doctor.Pair:
         """As `doctor.open_pair`, without loading a target."""
-        chat, target = chat or self.chat, target or self.target
+        chat, target = self.chat, self.target
         try:
             config = checkpoint.read_draft(folder, target).config
             target.capture_after = config.capture_after
@@ -213,8 +211,8 @@ class Bench:
         pair.target = self.packed
         return pair
 
-    def examine(self, pair: doctor.Pair, answers: replies.Answers | None = None) -> list[Any]:
-        return pair.causes if pair.draft is None else doctor.examine(pair, answers or self.answers).causes
+    def examine(self, pair: doctor.Pair) -> list[Any]:
+        return pair.causes if pair.draft is None else doctor.examine(pair, self.answers).causes
 
 
 def result(expected: set[str], causes: list[Any]) -> dict[str, Any]:
