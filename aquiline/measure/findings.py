@@ -97,7 +97,7 @@ def from_parts(
     some = idle if len(idle) < len(parts) else set()
     for part in sorted(some - {"fc"}):
         evidence = f"without its {part} the head does no worse ({parts[part].nats:+.2f} nats a token)"
-        yield Cause(part, parts[part].certain, evidence, _NOT_TRAINED, 0.5)
+        yield Cause(part, parts[part].certain and not explained, evidence, _NOT_TRAINED, 0.5)
     if right_target is None and hopeless and not explained:
         evidence = "next to nothing that it drafts is accepted, and it does not say which target it was trained on"
         yield Cause("target_mismatch", False, evidence, _OTHER_TARGET, 0.55)
