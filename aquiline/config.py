@@ -14,7 +14,8 @@ from typing import Any
 class UserError(Exception):
     """Something the user gave is wrong: the message says what was given, what was expected and what to do.
 
-    `reason`: the same few words for every row of data with this fault; rows of no use are counted by it.
+    `reason`: the same few words for every row of data with this fault; rows of no use are counted by it. Of a head that
+    is refused: the part that is at fault, a tensor's name or an id of `aquiline doctor`'s causes.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -138,6 +139,7 @@ def check_capture_after(capture_after: tuple[int, ...], num_layers: int) -> None
         bool(capture_after) and inside and ascending,
         f"capture_after {list(capture_after)} must be distinct, ascending and within 0..{num_layers - 1} "
         f"(the target has {num_layers} layers)",
+        "capture_layers",
     )
 
 
@@ -464,3 +466,16 @@ class ServeConfig:
         require(self.context is None or self.context >= 2, f"context {self.context} must be at least 2 tokens")
         require(self.queue >= 0, f"queue {self.queue} must not be negative")
         require(self.timeout > 0, f"timeout {self.timeout:g} must be above 0 seconds")
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """On what a head is examined."""
+
+    max_new_tokens: int = 96  # of a reply
+    limit: int = 8  # prompts per file
+    system: str | None = None  # that of the head's training; None: what its run.json says
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 8, f"max_new_tokens {self.max_new_tokens} must be at least 8 to tell anything")
+        require(self.limit >= 1, f"limit {self.limit} must be at least 1")

@@ -47,6 +47,9 @@ FLAGS = {
     "export-target": set(),
     "convert": {"--to", "--target", "--force"},
     "serve-command": {"--engine", "--target", "--record", "--tree", "--gpus", "--nodes"},
+    "doctor": {
+        "--prompts", "--limit", "--max-new-tokens", "--system", "--template-kwarg", "--json", "--device", "--dtype",
+    },
     "train": {
         "--out", "--target", "--features", "--capture-after", "--epochs", "--batch-tokens", "--max-length",
         "--ttt-steps", "--draft-vocab-size", "--optimizer", "--learning-rate", "--adamw-learning-rate", "--held-out",

@@ -45,6 +45,7 @@ TINY = {
     "export-target": "",
     "convert": "",
     "serve-command": "",
+    "doctor": f"{SMALL} --device cpu",
 }
 SILENT = {"plot", "train", "export-target", "data answer", "data invent"}  # they write files
 
@@ -104,7 +105,8 @@ def run_command(line, monkeypatch, capsys) -> str:
     with pytest.raises(SystemExit) as ended:
         cli.main()
     out, err = capsys.readouterr()
-    assert not ended.value.code, f"{line}\n{err}"
+    # Of a head that a few updates made, something may be certainly wrong.
+    assert not ended.value.code or (arguments[0], ended.value.code) == ("doctor", 1), f"{line}\n{err}"
     if "--json" in arguments and arguments[0] == "generate":
         json.loads(out)
     if "--compare" in arguments:

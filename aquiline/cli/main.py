@@ -8,7 +8,16 @@ from typing import Any
 
 import typer
 
-from aquiline.cli import data, decode, evaluate, export, measure, serve, train  # noqa: F401 (their import declares the verbs)
+from aquiline.cli import (  # noqa: F401 (their import declares the verbs)
+    data,
+    decode,
+    doctor,
+    evaluate,
+    export,
+    measure,
+    serve,
+    train,
+)
 from aquiline.cli.shared import app, note
 from aquiline.config import AquilineWarning, UserError
 

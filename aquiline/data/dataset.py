@@ -54,13 +54,21 @@ class Reading:
     documents: list[Document]
     cut: int  # of these documents
     dropped: dict[str, int]  # rows that are no document, by reason
-    writers: Counter[str]  # rows by who says to have written them, and with which template arguments, as JSON
+    writers: Counter[str]  # rows by who says to have written them, template arguments and system message, as JSON
 
     @property
     def template_kwargs(self) -> list[dict[str, Any]]:
         """The different chat-template arguments of the rows."""
         found = {json.dumps(json.loads(writer)["template_kwargs"], sort_keys=True) for writer in self.writers}
         return [json.loads(text) for text in sorted(found)]
+
+    @property
+    def systems(self) -> list[str]:
+        """The system messages of the rows, the three most frequent first; "" stands for none."""
+        counts = Counter[str]()
+        for writer, rows in self.writers.items():
+            counts[json.loads(writer)["system"]] += rows
+        return [text for text, _ in counts.most_common(3)]
 
 
 def read_documents(
@@ -193,7 +201,17 @@ def _target(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _writer(row: dict[str, Any]) -> str:
-    return json.dumps({"target": _target(row), "template_kwargs": row.get("template_kwargs") or {}}, sort_keys=True)
+    kwargs = row.get("template_kwargs") or {}
+    return json.dumps({"target": _target(row), "template_kwargs": kwargs, "system": _system(row)}, sort_keys=True)
+
+
+def _system(row: dict[str, Any]) -> str:
+    """The system message of a row; "" where it has none, or does not tell."""
+    messages = row.get("messages") or row.get("conversations")
+    first = messages[0] if isinstance(messages, list) and messages else None
+    if not isinstance(first, dict) or first.get("role", first.get("from")) not in ("system", "developer"):
+        return ""
+    return str(first.get("content", first.get("value", "")))
 
 
 def _check_tokenizer(row: dict[str, Any], tokenizer: str, where: str) -> None:

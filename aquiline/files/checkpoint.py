@@ -64,7 +64,7 @@ def _naming(place: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{place}: {error}") from error
+        raise UserError(f"{place}: {error}", error.reason) from error
 
 
 # ---------------------------------------------------------------- where models come from
@@ -259,7 +259,9 @@ class _WithoutStorage(TorchFunctionMode):
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], what: str) -> None:
-    """UserError naming every tensor that is missing, left over, misshapen or not of real numbers."""
+    """UserError naming every tensor that is missing, left over, misshapen or not of real numbers; its reason is the
+    first one's name.
+    """
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is left over" for name in tensors if name not in expected]
     for name, tensor in tensors.items():
@@ -269,12 +271,14 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
         elif shape is not None and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             problems.append(f"{name} is {tensor.dtype} and should be float32, bfloat16 or float16")
     shown = "; ".join(problems[:24]) + (f"; and {len(problems) - 24} more" if len(problems) > 24 else "")
-    require(not problems, f"the weights of {what} do not fit its config: {shown}")
+    first = problems[0].split()[0] if problems else ""
+    require(not problems, f"the weights of {what} do not fit its config: {shown}", first)
 
 
 def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
     bad = [name for name, t in tensors.items() if not bool(torch.isfinite(t).all())]
-    require(not bad, f"{what} holds numbers that are NaN or infinite, in {', '.join(bad)}")
+    first = bad[0] if bad else ""
+    require(not bad, f"{what} holds numbers that are NaN or infinite, in {', '.join(bad)}", first)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -372,10 +376,12 @@ def _check_info(info: DraftInfo, rope: str, target: Target, tokenizer: str | Non
     require(
         info.target_layers == layers,
         f"the draft was made for a target with {info.target_layers} layers ({info.target}), this target has {layers}",
+        "target_mismatch",
     )
     require(
         tokenizer in (None, info.tokenizer),
         f"the draft was made for tokenizer {info.tokenizer} ({info.target}), this target has tokenizer {tokenizer}",
+        "tokenizer",
     )
     now = DraftInfo.of(target, info.target, tokenizer or info.tokenizer, template or info.template)
     notes = []

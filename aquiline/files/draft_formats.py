@@ -140,7 +140,8 @@ def draft_config_from_dict(
             ("hidden size", target_hidden, target.hidden_size),
             ("vocabulary", vocab, target.vocab_size),
         ):
-            require(ours == theirs, f"the draft was made for a target with {what} {ours}, this target has {theirs}")
+            message = f"the draft was made for a target with {what} {ours}, this target has {theirs}"
+            require(ours == theirs, message, "target_mismatch")
     if flag(hf, "tie_word_embeddings"):
         notes.append("the draft's config says tie_word_embeddings; its own lm_head is used all the same")
     positions = number(hf, "max_position_embeddings", int)
@@ -232,7 +233,8 @@ def _capture_after(
         require(min(given[_AUX_IDS], default=0) >= 0, f"{_AUX_IDS} captures the embedding, which is not supported")
     if len(set(given.values())) > 1:
         said = "; ".join(f"{key} means after {list(ids)}" for key, ids in given.items())
-        raise UserError(f"the draft's capture layers disagree: {said}. Keep capture_after and remove the others")
+        message = f"the draft's capture layers disagree: {said}. Keep capture_after and remove the others"
+        raise UserError(message, "capture_layers")
     count = number(hf, "num_aux_hidden_states", int, None)
     if given:
         capture_after = next(iter(given.values()))
@@ -268,7 +270,7 @@ OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"  # engines expect it under `atten
 def require_head(names: Iterable[str], hf: Mapping[str, Any]) -> None:
     """UserError unless a file with tensors of these names can be an EAGLE-3 head: what every one has, and only they."""
     found = "fc.weight" in {name.removeprefix("model.") for name in names}
-    require(found or hf.get("capture_after") == "top", "no fc.weight: this is no EAGLE-3 head")
+    require(found or hf.get("capture_after") == "top", "no fc.weight: this is no EAGLE-3 head", "fc.weight")
 
 
 def draft_tensor_names(names: Iterable[str]) -> dict[str, str]:
@@ -305,16 +307,19 @@ def draft_target_ids(
             W == V,
             f"the draft has {W} of the target's {V} tokens but no d2t, so nobody knows which; "
             "export it again together with its vocabulary map",
+            "d2t",
         )
-        require(t2d is None or bool(t2d.all()), "the draft has a t2d that leaves tokens out, but no d2t")
+        require(t2d is None or bool(t2d.all()), "the draft has a t2d that leaves tokens out, but no d2t", "d2t")
         return torch.arange(V), []
     require(
         tuple(d2t.shape) == (W,) and not d2t.dtype.is_floating_point and d2t.dtype != torch.bool,
         f"d2t is {d2t.dtype} {list(d2t.shape)}; expected {W} integers, as draft_vocab_size says",
+        "d2t",
     )
     require(
         t2d is None or tuple(t2d.shape) == (V,),
         f"t2d is {list(t2d.shape) if t2d is not None else ''}; expected [{V}], the target's vocabulary",
+        "d2t",
     )
     d2t = d2t.long().cpu()
     offsets, absolute = d2t + torch.arange(W), d2t
@@ -323,10 +328,12 @@ def draft_target_ids(
         marked = torch.nonzero(t2d.cpu()).flatten()
         fits_offsets = fits_offsets and torch.equal(offsets.sort().values, marked)
         fits_absolute = fits_absolute and torch.equal(absolute.sort().values, marked)
-        require(fits_offsets or fits_absolute, f"d2t and t2d disagree: t2d marks {len(marked)} tokens, d2t others")
+        message = f"d2t and t2d disagree: t2d marks {len(marked)} tokens, d2t others"
+        require(fits_offsets or fits_absolute, message, "d2t")
     require(
         fits_offsets or fits_absolute,
         f"d2t is no map: neither as offsets nor as ids does it name {W} different tokens of 0..{V - 1}",
+        "d2t",
     )
     # Read as offsets, 0, 1, 2 ... would mean 0, 2, 4 ...: nobody writes that, it is the identity in absolute ids.
     counting = W > 1 and torch.equal(d2t, torch.arange(W))

@@ -192,6 +192,7 @@ class TrainingRun:
                 "cut": reading.cut,
                 "dropped": reading.dropped,
                 "template_kwargs": reading.template_kwargs,
+                "systems": reading.systems,
                 "tokens": sum(map(len, training)),
                 "supervised_tokens": int(counts.sum()),
                 "coverage": vocab.coverage(counts),

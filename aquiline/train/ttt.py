@@ -20,7 +20,7 @@ Source: EAGLE-3 (arXiv 2503.01840), section 3.2.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,32 +219,15 @@ def unroll(
     assert draft.config.top or not feature_loss
     plan = _plan(pack, steps, skip_outside)
     device = pack.embeds_TH.device
-    g_TH = draft.fuse(pack.aux_TA)
-    # The last row of a document has no next token; its key is never attended by a supervised row.
-    x_T, _ = draft.midlayer.inputs(torch.cat((pack.embeds_TH[1:], pack.embeds_TH[-1:])), g_TH)
-    k_TGE, v_TGE = draft.midlayer.self_attn.keys_values(x_T, *draft.rotary(plan.position_T, x_T.dtype))
-    k_TGE = k_TGE.to(v_TGE.dtype)  # under autocast the rotation and the head norms leave float32
-    feature = g_TH[plan.active[0]]
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
     hiddens: list[Tensor] = []
     distance = torch.zeros((), device=device)  # of features
-    for k, rows in enumerate(plan.active):
-        step = functools.partial(_step, draft, pack.embeds_TH, plan, k)
-        if checkpoint_activations and torch.is_grad_enabled():
-            step = functools.partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False)
-        feature, hidden, *own = step(feature, k_TGE, v_TGE, *keys, *values)
-        if k > 0:
-            keys.append(own[0])
-            values.append(own[1])
+    for k, (feature, hidden) in enumerate(roll(draft, pack, plan, checkpoint_activations=checkpoint_activations)):
         hiddens.append(hidden[plan.scored_at[k]])
         if feature_loss and bool(plan.valid_KT[k].any()):
             supervised = plan.valid_KT[k].nonzero().squeeze(1).to(device)
             true = pack.last_TD[supervised + 1 + k].float()
-            found = feature[torch.searchsorted(rows, supervised)].float()
+            found = feature[torch.searchsorted(plan.active[k], supervised)].float()
             distance = distance + decay**k * F.smooth_l1_loss(found, true)
-        if k + 1 < steps:
-            feature = feature[_inside(plan, k, k + 1)]
 
     counts = [len(rows) for rows in plan.scored]
     of = counts if update_rows is None else update_rows
@@ -258,6 +241,31 @@ def unroll(
     if feature_loss:
         total = distance + 0.1 * total
     return total, _measure(draft, pack, plan, losses, best)
+
+
+def roll(
+    draft: Draft, pack: Pack, plan: Plan, *, checkpoint_activations: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of every step in turn, for its active rows: the feature that is fed back, and what `lm_head` reads, `[R, H]`."""
+    g_TH = draft.fuse(pack.aux_TA)
+    # The last row of a document has no next token; its key is never attended by a supervised row.
+    x_T, _ = draft.midlayer.inputs(torch.cat((pack.embeds_TH[1:], pack.embeds_TH[-1:])), g_TH)
+    k_TGE, v_TGE = draft.midlayer.self_attn.keys_values(x_T, *draft.rotary(plan.position_T, x_T.dtype))
+    k_TGE = k_TGE.to(v_TGE.dtype)  # under autocast the rotation and the head norms leave float32
+    feature = g_TH[plan.active[0]]
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for k in range(len(plan.active)):
+        step = functools.partial(_step, draft, pack.embeds_TH, plan, k)
+        if checkpoint_activations and torch.is_grad_enabled():
+            step = functools.partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False)
+        feature, hidden, *own = step(feature, k_TGE, v_TGE, *keys, *values)
+        if k > 0:
+            keys.append(own[0])
+            values.append(own[1])
+        yield feature, hidden
+        if k + 1 < len(plan.active):
+            feature = feature[_inside(plan, k, k + 1)]
 
 
 def rows_in_loss(pack: Pack, steps: int, *, skip_outside: bool = True) -> list[int]:

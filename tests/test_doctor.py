@@ -1,0 +1,273 @@
+"""The doctor on a tiny trained pair with one fault at a time, and on the head that comes with the package."""
+
+import dataclasses
+import json
+import runpy
+import shutil
+import types
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from aquiline import api
+from aquiline.cli import main as cli
+from aquiline.config import DoctorConfig, UserError
+from aquiline.files import checkpoint, convert
+from aquiline.measure import doctor, replies
+from aquiline.measure.findings import from_positions, from_system
+from aquiline.measure.judge import STEPS, Judged, best_other_map, judge
+from aquiline.measure.symptoms import Cause, random_looking, refusal, spike
+from aquiline.measure.tasks import Prompt, read_prompts
+from tests.conftest import tiny_draft, tiny_target
+from tests.test_strangers import FLOAT32, MISTRAL, TALKS, qwen
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "runs" / "sabotage.py"))
+FAULTS, HEALTHY, Bench, write_head = (SCRIPT[name] for name in ("FAULTS", "HEALTHY", "Bench", "write"))
+# The tiny target's own rope base is 10000. Of the other two, only the random numbers tell, and a tiny head's always do.
+FAULTS = {n: f for n, f in FAULTS.items() if n not in ("rope base 10000", "fc random", "attention output random")}
+ONLY_POSSIBLE = {"norm all ones", "queries random", "mlp random"}  # named, but not for certain
+THINKING = {"enable_thinking": False}
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}") for text in ("the data has", "the draft", "d2t", "/", "Converting")
+]
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(a) for a in arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A target that recites, and a head that has learnt its words."""
+    root = tmp_path_factory.mktemp("doctor")
+    torch.manual_seed(0)
+    qwen(root / "target")
+    (root / "prompts.txt").write_text("".join(question + "\n" for question, _ in TALKS))
+    pair = ("--target", root / "target", *FLOAT32)
+    written = ("--template-kwarg", "enable_thinking=false", "--draft", "none")
+    assert run("data", "answer", root / "prompts.txt", root / "answers.jsonl", *pair, *written) == 0
+    settings = ("--held-out", 4, "--epochs", 24, "--batch-tokens", 240, "--ttt-steps", 3, "--decode-every", 0)
+    sizes = ("--draft-vocab-size", 300, "--learning-rate", 0.01, "--adamw-learning-rate", 0.005)
+    assert run("train", root / "answers.jsonl", "--out", root / "run", *pair, *settings, *sizes) == 0
+    return root
+
+
+@pytest.fixture(scope="module")
+def bench(folder):
+    """The tiny target to load heads for, and packed to judge them on, with its answers."""
+    bench = Bench.__new__(Bench)
+    bench.chat = api.load_chat(folder / "target")
+    bench.target, bench.packed = (
+        checkpoint.load_target(folder / "target", torch.float32, "cpu", tuple(range(8))) for _ in range(2)
+    )
+    doctor.pack_for_trials(bench.packed, tuple(range(8)))
+    asked = {"prompts": read_prompts(folder / "prompts.txt")}
+    bench.answers = replies.answer(bench.packed, bench.chat, asked, 40, THINKING)
+    return bench
+
+
+def causes_of(bench, folder, head, edit=None) -> list[Cause]:
+    embedding = bench.target.model.embed_tokens.weight.detach()
+    return bench.examine(bench.look(head if edit is None else write_head(head, folder / "broken", edit, embedding)))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_first_or_second(bench, folder, name):
+    expected, edit = FAULTS[name]
+    causes = causes_of(bench, folder, folder / "run" / "head", edit)
+    named = [c for c in causes[:2] if c.id in expected]
+    assert named, [c.id for c in causes]
+    assert named[0].certain == (name not in ONLY_POSSIBLE)
+    assert not [c.id for c in causes if c.certain and c.id not in expected]  # nothing else is
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_head_has_no_cause(bench, folder, name):
+    assert causes_of(bench, folder, folder / "run" / "head", HEALTHY[name]) == []
+
+
+def test_a_copy_in_another_layout_is_as_healthy(bench, folder):
+    convert.convert(str(folder / "run/head"), folder / "speculators", "speculators", str(folder / "target"))
+    assert causes_of(bench, folder, folder / "speculators") == []
+
+
+def test_the_figures_are_those_of_real_chain_decoding(bench, folder):
+    figures = doctor.examine(bench.look(folder / "run/head"), bench.answers).figures
+    model = api.load(folder / "target", folder / "run/head", dtype="float32", device="cpu", template_kwargs=THINKING)
+    emitted = cycles = 0
+    for question, _ in TALKS:
+        request = model.request(question, max_new_tokens=40, tree="4:1:4")
+        model.run(request)
+        emitted, cycles = emitted + sum(request.cycle_lengths), cycles + request.cycles
+    assert (figures["cycles"], figures["tau"]) == (cycles, pytest.approx(emitted / cycles))
+    assert sum(part["cycles"] for part in figures["by_position"].values()) == cycles
+    assert figures["by_source"]["prompts"]["cycles"] == cycles
+    assert figures["tokens"] == emitted + len(TALKS)  # the first of each came from prefill
+
+
+# ---------------------------------------------------------------- the command
+
+
+def doctor_command(folder, capsys, *more, target=None, head=None) -> tuple[int, dict, str]:
+    """Exit code, record, stderr."""
+    capsys.readouterr()
+    pair = (target or folder / "target", head or folder / "run/head")
+    given = ("--prompts", folder / "prompts.txt", "--limit", 12, "--max-new-tokens", 40)
+    thinking = ("--template-kwarg", "enable_thinking=false") if target is None else ()
+    code = run("doctor", *pair, *given, *thinking, *FLOAT32, "--json", "-", *more)
+    out, err = capsys.readouterr()
+    return code, json.loads(out), err
+
+
+def test_the_command_ends_with_1_when_something_is_certain(folder, bench, capsys):
+    code, record, err = doctor_command(folder, capsys)
+    assert (code, record["causes"]) == (0, [])
+    assert "it covers 100%" in err
+    assert {"tau", "coverage", "by_source", "by_position", "n_alpha"} <= record["figures"].keys()
+    assert not [f["what"] for f in record["pair"] if f["head"] not in (None, f["here"])]
+    head = write_head(folder / "run/head", folder / "broken", FAULTS["fc zeroed"][1], torch.empty(0))
+    code, record, err = doctor_command(folder, capsys, head=head)
+    assert code == 1
+    assert record["causes"][0].keys() == {"id", "certain", "evidence", "advice"}
+    assert (record["causes"][0]["id"], record["causes"][0]["certain"]) == ("fc_zero", True)
+    assert "1. fc_zero, certain: fc.weight is zero everywhere" in err
+
+
+def test_a_refused_head_is_a_cause_not_an_error(folder, capsys):
+    head = write_head(folder / "run/head", folder / "broken", FAULTS["norm missing"][1], torch.empty(0))
+    code, record, _ = doctor_command(folder, capsys, head=head)
+    assert (code, record["figures"]) == (1, None)
+    assert [c["id"] for c in record["causes"]] == ["norm"]
+    assert "norm.weight is missing" in record["causes"][0]["evidence"]
+
+
+def test_what_is_no_head_or_not_there_is_an_error(folder, capsys):
+    for draft, words in (("none", "examines a head"), ("ngram", "examines a head"), ("absent", "does not exist")):
+        capsys.readouterr()
+        assert run("doctor", folder / "target", draft) == 2
+        assert words in capsys.readouterr().err
+
+
+def changed_target(folder, name: str, file: str, text: str) -> Path:
+    shutil.copytree(folder / "target", folder / name, dirs_exist_ok=True)
+    (folder / name / file).write_text(text)
+    return folder / name
+
+
+def test_another_template_is_named(folder, capsys):
+    target = changed_target(folder, "other-template", "chat_template.jinja", MISTRAL.replace("bos_token", "'Hm'"))
+    _, record, _ = doctor_command(folder, capsys, target=target)
+    assert "template" in [c["id"] for c in record["causes"][:2]]
+
+
+def test_another_tokenizer_is_certain(folder, capsys):
+    backend = json.loads((folder / "target" / "tokenizer.json").read_text("utf-8"))
+    vocab = backend["model"]["vocab"]
+    vocab["x"], vocab["y"] = vocab["y"], vocab["x"]
+    target = changed_target(folder, "other-tokenizer", "tokenizer.json", json.dumps(backend))
+    code, record, _ = doctor_command(folder, capsys, target=target)
+    assert (code, [c["id"] for c in record["causes"]]) == (1, ["tokenizer"])
+
+
+def test_a_target_with_other_states_is_named(folder, capsys):
+    """Its residual stream is shuffled, as quantisers rotate it: the text is the same, and the head is lost."""
+    other = changed_target(folder, "other", "README.md", "The same, shuffled.")
+    weights = safetensors.torch.load_file(other / "model.safetensors")
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = weight[order].contiguous()
+        elif not name.endswith(("q_norm.weight", "k_norm.weight")):
+            weights[name] = weight[..., order].contiguous()
+    safetensors.torch.save_file(weights, other / "model.safetensors", {"format": "pt"})
+    stranger = write_head(folder / "run/head", folder / "broken", HEALTHY["of a stranger"], torch.empty(0))
+    for head, certain in ((None, True), (stranger, False)):
+        thinking = ("--template-kwarg", "enable_thinking=false")
+        code, record, _ = doctor_command(folder, capsys, *thinking, target=other, head=head)
+        assert ("target_mismatch", certain) in [(c["id"], c["certain"]) for c in record["causes"][:2]], record["causes"]
+        assert code == certain
+        assert record["figures"]["coverage"] == 1
+
+
+# ---------------------------------------------------------------- its parts
+
+
+def test_the_system_message_of_the_training(bench, folder):
+    """As the head was trained without one, it is the prompts with one that it is a stranger to."""
+    pair = bench.look(folder / "run/head")
+    asked = {"p": [Prompt(str(i), [{"role": "user", "content": q}]) for i, (q, _) in enumerate(TALKS)]}
+    strange = replies.answer(bench.packed, bench.chat, asked, 40, THINKING, system="ka ka le Who")
+    base = judge(pair.draft, bench.packed, strange.documents, strange.features(pair.draft.config.capture_after), STEPS)
+    figures = {}
+    causes = list(from_system(pair.draft, bench.packed, base, strange, bench.answers, figures))
+    assert [c.id for c in causes] == ["system_prompt"]
+    assert figures["tau_with_system"] > 3
+    same = judge(pair.draft, bench.packed, bench.answers.documents, bench.answers.features((1, 3, 4)), STEPS)
+    assert not list(from_system(pair.draft, bench.packed, same, bench.answers, bench.answers, figures))
+
+
+def test_the_system_message_is_taken_from_run_json(bench, folder):
+    pair = bench.look(folder / "run/head")
+    assert pair.systems == [""]
+    asked = {"p": [Prompt("1", [{"role": "user", "content": "Who is Adabel?"}])]}
+    config = DoctorConfig(max_new_tokens=8)
+    assert doctor.ask(pair, asked, config, THINKING)[1] is None
+    for told, systems in ((config, ["Be brief."]), (dataclasses.replace(config, system="Be brief."), [""])):
+        pair.systems = systems
+        answers, with_system = doctor.ask(pair, asked, told, THINKING)
+        assert len(with_system.documents[0]) > len(answers.documents[0])
+
+
+def test_learnt_maps_and_other_readings():
+    ids = torch.tensor([2, 5, 9, 11])  # of the draft's four tokens
+    proposed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]])
+    stored = torch.arange(1000, 1014)  # each before another token, so that nothing follows from it
+    valid = torch.ones(1, 12, dtype=torch.bool)
+    judged = Judged(valid, valid, proposed, torch.zeros(1, 12), 0.5)
+    for wrong, words in ((ids, ""), (ids + 1, "every id one lower"), (ids.flip(0), "the same ids in ascending order")):
+        stored[2:] = ids[proposed[0]]
+        found = best_other_map(judged, stored, wrong)
+        assert (found.given, found.learnt) == (1.0 if not words else pytest.approx(0.0), False)
+        assert not words or (found.words, found.right) == (words, 1.0)
+
+
+def test_a_long_way_past_its_training_is_named():
+    pair = [(10, 3)] * 40 + [(900, 1)] * 40
+    base = types.SimpleNamespace(cycles=lambda documents: pair)
+    answers = types.SimpleNamespace(documents=[])
+    config = tiny_draft(tiny_target(), trained_length=500).config
+    assert [c.id for c in from_positions(base, answers, config)] == ["trained_length"]
+    assert not list(from_positions(base, answers, dataclasses.replace(config, trained_length=1000)))
+
+
+def test_random_numbers_have_no_spike():
+    random = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    assert 0.9 < spike(random) < 1.08
+    assert spike(random + 0.3 * torch.ones(300, 1) * torch.randn(1, 200)) > 1.2
+    assert set(random_looking(tiny_draft(tiny_target()))) >= {"fc", "attention", "mlp"}
+
+
+def test_a_head_that_was_never_trained(bench, folder):
+    def fresh(config, tensors, embedding):
+        for name, weight in tensors.items():
+            if weight.is_floating_point():
+                tensors[name] = torch.ones_like(weight) if weight.ndim == 1 else SCRIPT["normal"](weight) * 0.02
+
+    causes = causes_of(bench, folder, folder / "run/head", fresh)
+    assert (causes[0].id, causes[0].certain) == ("untrained", True)
+
+
+def test_a_refusal_names_the_part():
+    ids = {
+        "norm.weight": "norm",
+        "midlayer.mlp.up_proj.weight": "mlp",
+        "d2t": "d2t",
+        "tokenizer": "tokenizer",
+        "": "files",
+    }
+    for reason, id in ids.items():
+        assert refusal(UserError("no", reason)).id == id
