@@ -9,6 +9,7 @@ from aquiline.config import Limits, SamplingConfig, TreeConfig, UserError
 from aquiline.data.grammar import Grammars
 from aquiline.decode.engine import Engine, Request
 from aquiline.decode.sampling import Sampler
+from aquiline.decode.tree import Tree
 from tests.conftest import tiny_draft, tiny_target
 from tests.tiny_chat import byte_chat
 
@@ -56,7 +57,7 @@ def test_spaces_come_to_an_end(grammars):
 
 def test_a_matcher_in_error_ends_the_reply(grammars):
     grammar = grammars.json(SCHEMA)
-    grammar.commit([END])
+    grammar.commit(CHAT.encode("no"))
     assert grammar.allowed([]).nonzero()[:, 0].tolist() == [END]
     assert grammar.error
 
@@ -130,6 +131,44 @@ def test_the_last_tree_is_the_one_of_the_last_step():
     assert request.last_tree is None or request.trees[0, 0] == 0  # a plain step at the end has none
 
 
+class Foreseeing:
+    """Drafts what is known to come, as a chain."""
+
+    reads_aux = False
+
+    def __init__(self, text, depth):
+        self.text, self.depth = text, depth
+
+    def draft(self, rows, chooser=None):
+        done = len(rows[0].known) - 3
+        return [Tree.from_paths([self.text[done : done + self.depth]])]
+
+    def copy(self, source, destination, length): ...
+
+    def truncate(self, slot, length): ...
+
+    def length(self, slot):
+        return 0
+
+
+def test_an_end_that_was_drafted_is_no_error(grammars):
+    target = tiny_target(vocab_size=VOCAB)
+
+    def reply(drafter, tree):
+        grammar = grammars.json(SCHEMA)
+        request = Request([5, 6, 7], limits=Limits(200, CHAT.end_of_turn_ids), tree=tree, grammar=grammar)
+        Engine(target, drafter).run([request])
+        assert request.finish_reason == "stop"
+        assert grammar.error is None
+        return request
+
+    plain = reply(None, None)
+    drafted = [reply(Foreseeing(plain.output_ids, n), TreeConfig(n, 1, n)) for n in (2, 3, 4)]
+    assert all(d.output_ids == plain.output_ids for d in drafted)
+    assert plain.output_ids[-1] == END
+    assert any(d.origins[-1] > 0 for d in drafted)
+
+
 class OnlyThree:
     def allowed(self, path_tokens):
         return torch.arange(8) == 3
@@ -148,5 +187,8 @@ def test_bans_that_leave_nothing_yield_to_the_grammar(temperature):
 def test_schemas_that_cannot_be_enforced_are_refused(grammars):
     with pytest.raises(UserError, match="objct"):
         grammars.json({"type": "objct"})
+    for beyond in ({"type": "integer", "maximum": 2**64}, {"enum": ["\ud800"]}):
+        with pytest.raises(UserError, match="cannot be enforced"):
+            grammars.json(beyond)
     with pytest.raises(UserError, match="no end-of-turn"):
         Grammars(CHAT, frozenset(), VOCAB)

@@ -27,24 +27,27 @@ class JsonGrammar:
 
     def __init__(self, tokens: LLTokenizer, stop_ids: frozenset[int], grammar: str, vocab_size: int) -> None:
         self._matcher = LLMatcher(tokens, grammar, log_level=0)
-        self._stop_ids = sorted(stop_ids)
+        self._stop_ids = stop_ids
         self._vocab_size = vocab_size
         self._path: list[int] = []  # consumed, not yet committed
 
     @property
     def error(self) -> str | None:
         """What kept the text from going on: the library's limits. The request has then been ended."""
-        return str(self._matcher.get_error()) if self._matcher.is_error() else None
+        return str(self._matcher.get_error()).partition("\n")[0] if self._matcher.is_error() else None
 
     def allowed(self, path_tokens: Sequence[int]) -> Tensor:
-        """Bool [V]: what may follow the committed tokens and these. After an error: the end alone."""
-        self._follow(list(path_tokens))
+        """Bool [V]: what may follow the committed tokens and these. After an end, which a draft may have written and
+        the walk goes one step beyond, and after an error: an end alone.
+        """
         allowed_V = torch.zeros(self._vocab_size, dtype=torch.bool)
-        if not self._matcher.is_error():
-            mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.bool)
-            allowed_V[: len(mask)] = mask[: self._vocab_size]
-        if self._matcher.is_error() or not allowed_V.any():
-            allowed_V[self._stop_ids] = True
+        if self._stop_ids.isdisjoint(path_tokens):
+            self._follow(list(path_tokens))
+            if not self._matcher.is_error():
+                mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.bool)
+                allowed_V[: len(mask)] = mask[: self._vocab_size]
+        if not allowed_V.any():
+            allowed_V[sorted(self._stop_ids)] = True
         return allowed_V
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -76,7 +79,10 @@ class Grammars:
 
     def json(self, schema: dict[str, Any] | None = None) -> JsonGrammar:
         """Any JSON object, or what `schema` describes. UserError names what the schema has that cannot be enforced."""
-        grammar = LLMatcher.grammar_from_json_schema({"type": "object"} if schema is None else schema, _OPTIONS)
-        problem = LLMatcher.validate_grammar(grammar, self._tokens)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema({"type": "object"} if schema is None else schema, _OPTIONS)
+            problem = LLMatcher.validate_grammar(grammar, self._tokens)
+        except ValueError as error:  # a number of more than 64 bits, half of a surrogate pair
+            problem = str(error)
         require(not problem, f"the JSON schema cannot be enforced: {problem}")
         return JsonGrammar(self._tokens, self._stop_ids, grammar, self._vocab_size)
