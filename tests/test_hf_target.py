@@ -212,6 +212,17 @@ def test_a_target_that_is_moved_takes_its_embedding_along(tmp_path):
     assert torch.equal(target.embed(torch.arange(5)), rows.to(torch.bfloat16))
 
 
+def test_what_is_captured_may_change_later(tmp_path):
+    write_model(tmp_path, *CASES["cohere2"])
+    target = checkpoint.load_target(tmp_path, torch.float32, capture_after=(3,))
+    ids, positions = torch.tensor([prompt(9)]), torch.arange(9)[None]
+    last = target(ids, positions).aux_BNA
+    target.capture_after = (0, 2, 3)  # as the doctor asks for more than a head reads
+    found = target(ids, positions).aux_BNA.unflatten(-1, (3, -1))
+    assert torch.equal(found[:, :, 2], last)
+    assert not torch.equal(found[:, :, 0], found[:, :, 1])
+
+
 def test_a_packed_head_changes_nothing(tmp_path):
     for name in ("gemma2", "phi"):  # tied, and with a head of its own
         write_model(tmp_path / name, *CASES[name])

@@ -44,6 +44,7 @@ class _Pass:
     lengths: list[int]
     documents: list[int] | None
     dtype: torch.dtype
+    capture_after: tuple[int, ...]
     contexts: list[tuple[Tensor, Context]] = field(default_factory=list)  # by the mask that stands for them
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -159,7 +160,7 @@ class HFTarget(Target):
         self.head_form = _head_form(hf)
         self._tied = self.head_weight.data_ptr() == self.embedding.weight.data_ptr()
         for number, layer in enumerate(_layers(_decoder(hf), config.num_layers)):
-            layer.register_forward_hook(_capturing(number, number in capture_after))
+            layer.register_forward_hook(_capturing(number))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "HFTarget":
         self.__dict__.pop("embedding", None)  # it is made anew of what is moved
@@ -215,7 +216,9 @@ class HFTarget(Target):
         plain = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
         assert documents is None or plain.causal
         lengths = [cache.lengths[s] for s in slots] if cache is not None and slots is not None else [0]
-        running = _Pass(positions_BN.expand_as(ids_BN), plain, mask_BNN, lengths, documents, self.dtype)
+        running = _Pass(
+            positions_BN.expand_as(ids_BN), plain, mask_BNN, lengths, documents, self.dtype, self.capture_after
+        )
         before = _running.set(running)
         try:
             # With a mask of its own, of ones, Transformers does not take positions that repeat for packed documents.
@@ -291,14 +294,14 @@ def _layers(body: nn.Module, count: int) -> nn.ModuleList:
     return found[0]
 
 
-def _capturing(number: int, wanted: bool) -> Callable[..., None]:
+def _capturing(number: int) -> Callable[..., None]:
     def hook(_: nn.Module, given: Any, output: Any) -> None:
         running = _running.get()
         if running is None:  # the model's own attention runs
             return
         attended = len(running.keys)
         require(attended == number + 1, f"at the end of layer {number}, {attended} layers have attended")
-        if wanted:
+        if number in running.capture_after:
             state = output if isinstance(output, Tensor) else output[0]
             running.captured[number] = state
 
