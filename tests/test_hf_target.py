@@ -9,7 +9,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from aquiline import api
-from aquiline.config import TOP, Limits, RopeConfig, TreeConfig, UserError
+from aquiline.config import TOP, AquilineWarning, Limits, RopeConfig, TreeConfig, UserError
 from aquiline.data.features import compute
 from aquiline.decode.drafter import EagleDrafter
 from aquiline.decode.engine import Engine, Request
@@ -407,6 +407,27 @@ def test_a_context_ends_where_keys_would_be_turned_otherwise(tmp_path):
     both["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
     config_of("Gemma3Text", {"rope_parameters": both}).save_pretrained(tmp_path)
     assert checkpoint.read_target_config(tmp_path).rope == RopeConfig(1e6, "linear", 8.0)
+
+
+def test_a_context_ends_where_scores_go_by_places_in_the_pass(tmp_path):
+    """Llama 4 scales queries by log(1 + floor((place + 1) / 16)), place being that in a pass without a cache."""
+    kind, changes = CASES["llama4_text"]
+    hf = write_model(tmp_path, kind, changes | {"floor_scale": 16, "attn_scale": 3.0})
+    with pytest.warns(AquilineWarning, match="from 16 tokens on: the context is cut to 15"):
+        target = checkpoint.load_target(tmp_path, torch.float32, capture_after=(0, 1, 2))
+    assert target.config.max_positions == 15
+    ids = prompt(7)
+    (request,) = decode(target, None, [ids], limit=50)
+    assert request.output_ids == generated(hf, ids, 8)
+    assert len(request.output_ids) == 8
+    docs = [torch.tensor(prompt(n, seed)) for seed, n in enumerate((15, 12, 15))]  # together longer than a context
+    positions = torch.cat([torch.arange(len(d)) for d in docs])
+    out = target(torch.cat(docs)[None], positions[None], documents=[0, 15, 27, 42])
+    own = torch.cat([hf(d[None], use_cache=False).logits[0] for d in docs])
+    assert torch.allclose(target.logits(out.last_BND[0]), own, atol=2e-4, rtol=1e-4)
+    assert (out.aux_BNA.shape[1], out.keys_LBGNE.shape[3], out.values_LBGNE.shape[3]) == (42, 42, 42)
+    config_of(kind, changes | {"floor_scale": 16, "attn_temperature_tuning": False}).save_pretrained(tmp_path)
+    assert checkpoint.read_target_config(tmp_path).max_positions == 256
 
 
 @pytest.mark.parametrize("what", ["missing", "left over"])

@@ -213,6 +213,8 @@ class HFTarget(Target):
         slots: list[int] | None = None,
         documents: list[int] | None = None,
     ) -> PassOutput:
+        if documents is not None and len(documents) > 2 and ids_BN.shape[1] > self.config.max_positions:
+            return self._one_by_one(ids_BN, positions_BN, documents)
         plain = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
         assert documents is None or plain.causal
         lengths = [cache.lengths[s] for s in slots] if cache is not None and slots is not None else [0]
@@ -240,6 +242,19 @@ class HFTarget(Target):
         else:
             aux = torch.cat([running.captured[i].to(self.dtype) for i in self.capture_after], dim=-1)
         return PassOutput(last, aux, *running.keys_values())
+
+    def _one_by_one(self, ids_BN: Tensor, positions_BN: Tensor, documents: list[int]) -> PassOutput:
+        """Packed documents in passes of their own: some code counts places in the pass, as Llama 4's does, so that none
+        may be longer than a text.
+        """
+        spans = [slice(a, b) for a, b in itertools.pairwise(documents)]
+        outs = [self(ids_BN[:, at], positions_BN[:, at], documents=[0, at.stop - at.start]) for at in spans]
+        return PassOutput(
+            torch.cat([out.last_BND for out in outs], dim=1),
+            torch.cat([out.aux_BNA for out in outs], dim=1),
+            torch.cat([out.keys_LBGNE for out in outs], dim=3),
+            torch.cat([out.values_LBGNE for out in outs], dim=3),
+        )
 
     def pack(self) -> "HFTarget":
         """The head alone: it is the larger part of what a small pass reads."""
