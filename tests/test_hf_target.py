@@ -22,6 +22,7 @@ from aquiline.train.init import init_draft
 from aquiline.train.loop import make_pack
 from aquiline.train.ttt import unroll
 from tests.conftest import randomise, tiny_draft
+from tests.elsewhere import AWAY, elsewhere
 from tests.test_cli import aquiline  # noqa: F401 (a fixture)
 from tests.test_engine import SHAPES, Scripted, decode, prompt
 from tests.test_ttt import check_equal, dense_reference, documents, weighted
@@ -202,6 +203,19 @@ def test_a_seed_gives_one_text_with_a_draft_and_without(pairs, name):
         for given, tree in ((None, None), (draft, TreeConfig(3, 4, 10)))
     )
     assert [r.output_ids for r in plain] == [r.output_ids for r in drafted]
+
+
+def test_a_target_that_is_moved_takes_its_heads_bias_along(tmp_path):
+    write_model(tmp_path, *CASES["phi"])
+    target = checkpoint.load_target(tmp_path, torch.float32, capture_after=(0, 1, 2))
+    states = torch.randn(3, 32)
+    logits = target.logits(states)
+    with elsewhere():
+        target.to(AWAY)
+        assert target.head_form.bias_V.device == AWAY
+        assert target.head_form.of(torch.tensor([3, 4], device=AWAY)).bias_V.device == AWAY
+        moved = target.logits(states.to(AWAY)).to("cpu")
+    assert torch.equal(moved, logits)
 
 
 def test_a_target_that_is_moved_takes_its_embedding_along(tmp_path):

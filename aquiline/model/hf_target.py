@@ -157,7 +157,7 @@ class HFTarget(Target):
         self.use_attention(ATTENTION)
         given = self.hf.config._attn_implementation
         require(given == ATTENTION, "its attention does not go through Transformers' attention interface")
-        self.head_form = _head_form(hf)
+        self._form = _head_form(hf)
         self._tied = self.head_weight.data_ptr() == self.embedding.weight.data_ptr()
         for number, layer in enumerate(_layers(_decoder(hf), config.num_layers)):
             layer.register_forward_hook(_capturing(number))
@@ -181,6 +181,11 @@ class HFTarget(Target):
     @property
     def head_weight(self) -> Tensor:
         return self.hf.get_output_embeddings().weight
+
+    @property
+    def head_form(self) -> HeadForm:
+        bias = self.hf.get_output_embeddings().bias  # asked for each time: it moves with the model
+        return self._form if bias is None else dataclasses.replace(self._form, bias_V=bias.detach().float())
 
     @property
     def final_norm(self) -> nn.Module:
@@ -279,8 +284,8 @@ def _decoder(hf: Any) -> nn.Module:
 
 
 def _head_form(hf: Any) -> HeadForm:
-    """What the model's code does between head and logits. Which key of its config says it is known by name; that it is
-    all, hf_check.py finds out.
+    """What the model's code does between head and logits, but for the head's bias. Which key of its config says it is
+    known by name; that it is all, hf_check.py finds out.
     """
     head, c = hf.get_output_embeddings(), hf.config
     require(isinstance(head, nn.Linear), "it has no linear output head")
@@ -293,8 +298,7 @@ def _head_form(hf: Any) -> HeadForm:
         value = getattr(c, key, None)
         if value:
             scale *= 1 / value if inverse else value
-    bias_V = None if head.bias is None else head.bias.detach().float()
-    return HeadForm(bias_V, scale, getattr(c, "final_logit_softcapping", None))
+    return HeadForm(scale=scale, cap=getattr(c, "final_logit_softcapping", None))
 
 
 def _layers(body: nn.Module, count: int) -> nn.ModuleList:
