@@ -9,7 +9,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from aquiline import api
-from aquiline.config import TOP, Limits, RopeConfig, TreeConfig, UserError
+from aquiline.config import TOP, AquilineWarning, Limits, RopeConfig, TreeConfig, UserError
 from aquiline.data.features import compute
 from aquiline.decode.drafter import EagleDrafter
 from aquiline.decode.engine import Engine, Request
@@ -22,6 +22,7 @@ from aquiline.train.init import init_draft
 from aquiline.train.loop import make_pack
 from aquiline.train.ttt import unroll
 from tests.conftest import randomise, tiny_draft
+from tests.elsewhere import AWAY, elsewhere
 from tests.test_cli import aquiline  # noqa: F401 (a fixture)
 from tests.test_engine import SHAPES, Scripted, decode, prompt
 from tests.test_ttt import check_equal, dense_reference, documents, weighted
@@ -204,12 +205,36 @@ def test_a_seed_gives_one_text_with_a_draft_and_without(pairs, name):
     assert [r.output_ids for r in plain] == [r.output_ids for r in drafted]
 
 
+def test_a_target_that_is_moved_takes_its_heads_bias_along(tmp_path):
+    write_model(tmp_path, *CASES["phi"])
+    target = checkpoint.load_target(tmp_path, torch.float32, capture_after=(0, 1, 2))
+    states = torch.randn(3, 32)
+    logits = target.logits(states)
+    with elsewhere():
+        target.to(AWAY)
+        assert target.head_form.bias_V.device == AWAY
+        assert target.head_form.of(torch.tensor([3, 4], device=AWAY)).bias_V.device == AWAY
+        moved = target.logits(states.to(AWAY)).to("cpu")
+    assert torch.equal(moved, logits)
+
+
 def test_a_target_that_is_moved_takes_its_embedding_along(tmp_path):
     write_model(tmp_path, *CASES["gemma2"])
     target = checkpoint.load_target(tmp_path, torch.float32, capture_after=(0, 1, 2))
     rows = target.embed(torch.arange(5))
     assert target.to(torch.bfloat16).dtype == torch.bfloat16
     assert torch.equal(target.embed(torch.arange(5)), rows.to(torch.bfloat16))
+
+
+def test_what_is_captured_may_change_later(tmp_path):
+    write_model(tmp_path, *CASES["cohere2"])
+    target = checkpoint.load_target(tmp_path, torch.float32, capture_after=(3,))
+    ids, positions = torch.tensor([prompt(9)]), torch.arange(9)[None]
+    last = target(ids, positions).aux_BNA
+    target.capture_after = (0, 2, 3)  # as the doctor asks for more than a head reads
+    found = target(ids, positions).aux_BNA.unflatten(-1, (3, -1))
+    assert torch.equal(found[:, :, 2], last)
+    assert not torch.equal(found[:, :, 0], found[:, :, 1])
 
 
 def test_a_packed_head_changes_nothing(tmp_path):
@@ -396,6 +421,27 @@ def test_a_context_ends_where_keys_would_be_turned_otherwise(tmp_path):
     both["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
     config_of("Gemma3Text", {"rope_parameters": both}).save_pretrained(tmp_path)
     assert checkpoint.read_target_config(tmp_path).rope == RopeConfig(1e6, "linear", 8.0)
+
+
+def test_a_context_ends_where_scores_go_by_places_in_the_pass(tmp_path):
+    """Llama 4 scales queries by log(1 + floor((place + 1) / 16)), place being that in a pass without a cache."""
+    kind, changes = CASES["llama4_text"]
+    hf = write_model(tmp_path, kind, changes | {"floor_scale": 16, "attn_scale": 3.0})
+    with pytest.warns(AquilineWarning, match="from 16 tokens on: the context is cut to 15"):
+        target = checkpoint.load_target(tmp_path, torch.float32, capture_after=(0, 1, 2))
+    assert target.config.max_positions == 15
+    ids = prompt(7)
+    (request,) = decode(target, None, [ids], limit=50)
+    assert request.output_ids == generated(hf, ids, 8)
+    assert len(request.output_ids) == 8
+    docs = [torch.tensor(prompt(n, seed)) for seed, n in enumerate((15, 12, 15))]  # together longer than a context
+    positions = torch.cat([torch.arange(len(d)) for d in docs])
+    out = target(torch.cat(docs)[None], positions[None], documents=[0, 15, 27, 42])
+    own = torch.cat([hf(d[None], use_cache=False).logits[0] for d in docs])
+    assert torch.allclose(target.logits(out.last_BND[0]), own, atol=2e-4, rtol=1e-4)
+    assert (out.aux_BNA.shape[1], out.keys_LBGNE.shape[3], out.values_LBGNE.shape[3]) == (42, 42, 42)
+    config_of(kind, changes | {"floor_scale": 16, "attn_temperature_tuning": False}).save_pretrained(tmp_path)
+    assert checkpoint.read_target_config(tmp_path).max_positions == 256
 
 
 @pytest.mark.parametrize("what", ["missing", "left over"])

@@ -20,8 +20,11 @@ from aquiline.data.stored_states import StoredStates
 from aquiline.decode.engine import Engine, Request
 from aquiline.files import checkpoint
 from aquiline.files.state_files import SPECFORGE, SPECULATORS, StateFolder
+from aquiline.model.hf_target import HFTarget
 from aquiline.train.run import TrainingRun
 from tests.test_api import END, make_draft, make_target
+from tests.test_hf_target import CASES, write_model
+from tests.tiny_chat import byte_chat
 
 LAYERS = (0, 2, 5)
 pytestmark = pytest.mark.filterwarnings("ignore:the data has")
@@ -34,12 +37,17 @@ CONFIG = TrainConfig(
 def states(target, ids):
     """(captured [T, layers, D], after all layers, after the final norm), layer by layer, with nothing of `compute`."""
     hidden = []
-    hooks = [layer.register_forward_hook(lambda *args: hidden.append(args[2][0])) for layer in target.model.layers]
+    layers = target.hf.model.layers if isinstance(target, HFTarget) else target.model.layers
+
+    def keep(_, given, output):
+        hidden.append(output if isinstance(output, torch.Tensor) else output[0])
+
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
         out = target(ids[None].long(), torch.arange(len(ids))[None])
     for hook in hooks:
         hook.remove()
-    return torch.stack([hidden[i][0] for i in LAYERS], dim=1), hidden[-1][0], out.last_BND[0]
+    return torch.stack([hidden[i][0] for i in target.capture_after[:3]], dim=1), hidden[-1][0], out.last_BND[0]
 
 
 def write_specforge(folder, target, documents, pack=False):
@@ -156,6 +164,44 @@ def test_a_run_trains_the_same_head_as_from_answers(world, folder, tmp_path):
     assert all(torch.allclose(p, q, atol=2e-2) for p, q in zip(a.parameters(), c.parameters(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*tokens held out are the target's most likely ones")
+@pytest.mark.parametrize("name", ["qwen3_moe", "granite"])  # merged experts; a scaled head
+@pytest.mark.parametrize("layout", [SPECFORGE, SPECULATORS])
+def test_a_target_of_transformers_trains_the_same_head_as_from_answers(tmp_path, monkeypatch, name, layout):
+    byte_chat().save(tmp_path / "target")
+    kind, changes = CASES[name]
+    write_model(tmp_path / "target", kind, changes | {"vocab_size": END + 1})
+    layers = (0, 1, 2)
+    target = checkpoint.load_target(tmp_path / "target", torch.float32, "cpu", layers)
+    assert isinstance(target, HFTarget)
+    documents = []
+    for i in range(8):
+        prompt = [(7 * i + k) % 200 for k in range(5)]
+        request = Request(prompt, limits=Limits(14, frozenset({END})))
+        Engine(target).run([request])
+        ids = torch.tensor(prompt + request.output_ids, dtype=torch.int32)
+        documents.append(Document(ids, torch.arange(len(ids)) >= 5, True, "", f"d{i}"))
+    write = write_specforge if layout == SPECFORGE else write_speculators
+    write(tmp_path / "hs", target, documents, *(() if layout == SPECFORGE else (monkeypatch,)))
+    read = read_documents([tmp_path / "hs"], chat(tmp_path), END + 1, 100).documents
+    rows = [
+        {"id": r.name, "temperature": 0, "prompt_ids": d.ids[:5].tolist(), "response_ids": d.ids[5:].tolist()}
+        for r, d in zip(read, documents, strict=True)
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    runs = [
+        prepare(tmp_path, [tmp_path / data], tmp_path / out, capture_after=layers)
+        for data, out in (("data.jsonl", "a"), ("hs", "b"))
+    ]
+    assert not any("layers" in key for key, _ in runs[1].target.named_parameters())
+    assert dataclasses.replace(runs[1].info, target_dtype="float32") == runs[0].info
+    losses = [[], []]
+    for run, seen in zip(runs, losses, strict=True):
+        assert run.run(lambda p, seen=seen: seen.append(p.loss))
+    assert len(losses[0]) > 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_what_was_captured_is_not_guessed(world, folder, tmp_path):
     root, target, _ = world
     with pytest.raises(UserError, match="which layers the hidden states are of: give --capture-after"):
@@ -222,26 +268,74 @@ def test_kept_features_are_not_taken_for_computed_ones(world, tmp_path):
     run = prepare(root, [tmp_path / "hs"], tmp_path / "a", features=tmp_path / "f")
     assert run.run(lambda _: None)
     manifest = json.loads((tmp_path / "f" / "train" / "manifest.json").read_text())
-    assert manifest["dtype"] == f"{SPECFORGE} files"
+    assert manifest["dtype"].startswith(f"{SPECFORGE} files ")
     shutil.rmtree(tmp_path / "hs")
     (tmp_path / "hs").mkdir()
     with pytest.raises(UserError, match="holds no hidden states that can be trained on"):
         prepare(root, [tmp_path / "hs"], tmp_path / "b", features=tmp_path / "f")
 
 
-def test_damaged_rows_are_named(world, folder, tmp_path):
-    root, target, documents = world
+def test_kept_features_are_not_those_of_files_that_were_written_again(world, folder, tmp_path):
+    """Of the same tokens, sizes and names; in other files, or in the same ones at another time, they are."""
+    root = world[0]
+    run = prepare(root, [folder], tmp_path / "a", features=tmp_path / "f")
+    assert run.run(lambda _: None)
+    path = run.stored._path(run.training[-1])
+    before = path.read_bytes()
+    path.write_bytes(before)
+    assert prepare(root, [folder], tmp_path / "b", features=tmp_path / "f").run(lambda _: None)
+    if path.suffix == ".safetensors":
+        tensors = safetensors.torch.load(before)
+        tensors["hidden_states"] = tensors["hidden_states"] * 1.01
+        path.write_bytes(safetensors.torch.save(tensors))
+        assert len(path.read_bytes()) == len(before)
+    else:
+        raw = gzip.decompress(before) if path.suffix == ".gz" else before
+        held = torch.load(io.BytesIO(raw))
+        buffer = io.BytesIO()
+        torch.save(held | {"aux_hidden_state": held["aux_hidden_state"] * 1.01}, buffer)
+        path.write_bytes(gzip.compress(buffer.getvalue()) if path.suffix == ".gz" else buffer.getvalue())
+    with pytest.raises(UserError, match="holds features of something else: dtype is"):
+        prepare(root, [folder], tmp_path / "c", features=tmp_path / "f").run(lambda _: None)
+
+
+def test_damaged_rows_are_named(world, folder):
+    root, _, documents = world
     files = sorted(p for p in folder.rglob("*") if p.suffix in (".ckpt", ".gz", ".safetensors"))
     files[0].write_bytes(b"no tensors")
-    if "safetensors" in files[0].name:  # ids and mask are in the data set: the file is opened when its turn comes
-        with pytest.raises(UserError, match=r"hs_0\.safetensors cannot be read"):
-            StoredStates([folder]).features(target, read_documents([folder], chat(root), END + 1, 100).documents)
-        files[0].unlink()
     reading = read_documents([folder], chat(root), END + 1, 100)
     assert len(reading.documents) == len(documents) - 1
     assert sum(reading.dropped.values()) == 1
     with pytest.raises(UserError, match=files[0].name):
         read_documents([folder], chat(root), END + 1, 100, strict=True)
+
+
+@pytest.mark.parametrize("what", ["shape", "nan", "tokens"])
+def test_rows_with_bad_states_are_dropped_before_training(world, tmp_path, monkeypatch, what):
+    root, target, documents = world
+    specforge, speculators = tmp_path / "a", tmp_path / "b"
+    write_specforge(specforge, target, documents)
+    write_speculators(speculators, target, documents, monkeypatch)
+    path = specforge / "rows_0-5000" / "data_1.ckpt"
+    held = torch.load(path)
+    other = speculators / "hidden_states" / "hs_1.safetensors"
+    tensors = safetensors.torch.load_file(other)
+    if what == "shape":
+        held["hidden_state"], tensors["hidden_states"] = held["hidden_state"][:, 1:], tensors["hidden_states"][1:]
+    elif what == "nan":
+        held["aux_hidden_state"][:, 4:] = torch.nan  # and all that see token 4
+        tensors["hidden_states"][4:] = torch.nan
+    else:
+        tensors["token_ids"] += 1
+        held["loss_mask"] = held["loss_mask"][1:]
+    torch.save({k: t.clone() for k, t in held.items()}, path)
+    safetensors.torch.save_file({k: t.contiguous() for k, t in tensors.items()}, other)
+    reason = {"shape": "states of another shape", "nan": "states not finite", "tokens": "states of other tokens"}[what]
+    for folder in (specforge, speculators):
+        reading = read_documents([folder], chat(root), END + 1, 100)
+        assert len(reading.documents) == len(documents) - 1
+        both = what == "tokens" and folder == specforge  # whose ids stand beside the states
+        assert reading.dropped == {"broken 'loss_mask'" if both else reason: 1}
 
 
 def test_files_that_do_not_fit_are_named(world, tmp_path):

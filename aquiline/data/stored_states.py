@@ -3,6 +3,8 @@
 Of the target only embedding, final norm and head are then needed: the teacher is the head over the stored last states.
 """
 
+import hashlib
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from aquiline.files.state_files import StateFolder
 from aquiline.model.target import Target
 
 _OURS, _GREEDY = 0.2, 0.97  # see `check`
+_SAMPLE = 4096  # bytes of a file at three places, see `digest`
 
 
 class StoredStates:
@@ -37,6 +40,20 @@ class StoredStates:
     def made_by(self) -> str:
         return " and ".join(sorted({f"{folder.layout} files" for folder in self._folders.values()}))
 
+    def digest(self, documents: Sequence[Document]) -> str:
+        """Names the files of these documents, by their sizes and some of their bytes: states that are written again are
+        seldom the same, and never where torch.save or gzip ended the file with a checksum.
+        """
+        digest = hashlib.sha256()
+        for d in documents:
+            with self._path(d).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(size.to_bytes(8, "little"))
+                for start in (0, size // 2, max(0, size - _SAMPLE)):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE))
+        return digest.hexdigest()[:32]
+
     @torch.no_grad()
     def features(self, target: Target, documents: Sequence[Document]) -> Features:
         """Of these documents behind each other. UserError where a file does not fit its row or the target."""
@@ -44,11 +61,14 @@ class StoredStates:
         aux, last = (torch.cat(of_all) for of_all in zip(*parts, strict=True))
         return of_states(target, documents, aux, last)
 
+    def _path(self, d: Document) -> Path:
+        top, _, name = d.name.partition("/")
+        return self._folders[top + "/"].folder / name
+
     def _read(self, target: Target, d: Document) -> tuple[Tensor, Tensor]:
         top, _, name = d.name.partition("/")
-        folder = self._folders[top + "/"]
-        found, n = folder.states(name), len(d)
-        where = f"{folder.folder}/{name}"
+        found, n = self._folders[top + "/"].states(name), len(d)
+        where = self._path(d)
         require(
             torch.equal(found.ids_T[:n].to(torch.int32), d.ids),
             f"{where} holds the states of other tokens than its row has: write it again",

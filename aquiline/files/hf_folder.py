@@ -109,7 +109,8 @@ def _size(config: Any, family: Any, key: str) -> int:
 
 def _positions(config: Any, family: str, notes: list[str]) -> int:
     """The longest context. Where frequencies change at a length, that one: a tree that reaches over it would turn keys
-    in another way than its own text does later.
+    in another way than its own text does later. Where scores are scaled by the token's place in the pass, which is not
+    its position (Llama 4's layers without rotary positions), the longest in which that scale is 1.
     """
     longest = _size(config, family, "max_position_embeddings")
     for block in _rope_blocks(config):
@@ -119,6 +120,10 @@ def _positions(config: Any, family: str, notes: list[str]) -> int:
         if block.get("rope_type") == "longrope" and original and original < longest:
             notes.append(f"the target turns its keys otherwise beyond {original} tokens: the context is cut to that")
             longest = original
+    floor = config.floor_scale if getattr(config, "attn_temperature_tuning", None) else None
+    if floor is not None and floor <= longest:
+        longest = floor - 1
+        notes.append(f"the target scales its scores otherwise from {floor} tokens on: the context is cut to {longest}")
     return longest
 
 

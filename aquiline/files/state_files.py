@@ -80,33 +80,68 @@ class StateFolder:
     def _table_row(self, name: str, row: dict[str, Any]) -> dict[str, Any]:
         require((self.folder / name).is_file(), "its hidden states are not there", "no hidden states")
         _check_keys(row, ("input_ids", "loss_mask"), self.folder)
-        return {key: torch.as_tensor(row[key]).tolist() for key in ("input_ids", "loss_mask")}  # lists, or tensors
+        read = {key: torch.as_tensor(row[key]).tolist() for key in ("input_ids", "loss_mask")}  # lists, or tensors
+        require(
+            self._looked_at(name, self._held(name)).ids_T.tolist()[: len(read["input_ids"])] == read["input_ids"],
+            f"{self.folder / name} holds the states of other tokens than its row has: write it again",
+            "states of other tokens",
+        )
+        return read
 
     def _file_row(self, path: Path) -> dict[str, Any]:
-        held = _specforge_file(path)
+        name = str(path.relative_to(self.folder))
+        held = self._held(name)
+        self._looked_at(name, held)
         return {key: held[key].tolist() for key in ("input_ids", "loss_mask")}
+
+    def _looked_at(self, name: str, held: dict[str, Tensor]) -> States:
+        """The states of a row when it is listed: shapes, and the last token, whom a NaN of any earlier one has reached
+        by attention. All of it is read, and looked at, when its turn comes.
+        """
+        found = self._states(name, held)
+        _check_finite(self.folder / name, found.aux_TA[-1:], found.last_TD[-1:])
+        return found
 
     def states(self, name: str) -> States:
         """What the file of a row holds; UserError where it is not what that layout says."""
+        found = self._states(name, self._held(name))
+        _check_finite(self.folder / name, found.aux_TA, found.last_TD)
+        return found
+
+    def _held(self, name: str) -> dict[str, Tensor]:
         path = self.folder / name
         if self.layout == SPECFORGE:
-            held = _specforge_file(path)
+            return _specforge_file(path)
+        held = read_safetensors(path)
+        _check_keys(held, ("token_ids", "hidden_states"), path)
+        return held
+
+    def _states(self, name: str, held: dict[str, Tensor]) -> States:
+        path = self.folder / name
+        if self.layout == SPECFORGE:
             aux, last = (held[key].squeeze(0) for key in ("aux_hidden_state", "hidden_state"))
             ids, normed = held["input_ids"], True
         else:
-            held = read_safetensors(path)
-            _check_keys(held, ("token_ids", "hidden_states"), path)
             ids, layers, normed = held["token_ids"], held["hidden_states"], False
             require(
-                layers.ndim == 3, f"{path}: hidden_states is {list(layers.shape)}; expected [tokens, layers, width]"
+                layers.ndim == 3,
+                f"{path}: hidden_states is {list(layers.shape)}; expected [tokens, layers, width]",
+                "states of another shape",
             )
             aux, last = layers[:, :-1].flatten(1), layers[:, -1]
         shapes = [list(t.shape) for t in (ids, aux, last)]
         fit = [len(s) for s in shapes] == [1, 2, 2] and len({s[0] for s in shapes}) == 1
-        require(fit, f"{path}: ids, captured states and last states are {shapes}; expected [T], [T, A] and [T, D]")
-        finite = bool(torch.isfinite(aux).all() and torch.isfinite(last).all())
-        require(finite, f"{path} holds states that are NaN or infinite: delete it, or write it again")
+        require(
+            fit,
+            f"{path}: ids, captured states and last states are {shapes}; expected [T], [T, A] and [T, D]",
+            "states of another shape",
+        )
         return States(ids, aux, last, normed)
+
+
+def _check_finite(path: Path, *states: Tensor) -> None:
+    finite = all(bool(torch.isfinite(t).all()) for t in states)
+    require(finite, f"{path} holds states that are NaN or infinite: delete it, or write it again", "states not finite")
 
 
 def _specforge_file(path: Path) -> dict[str, Tensor]:

@@ -44,6 +44,7 @@ class _Pass:
     lengths: list[int]
     documents: list[int] | None
     dtype: torch.dtype
+    capture_after: tuple[int, ...]
     contexts: list[tuple[Tensor, Context]] = field(default_factory=list)  # by the mask that stands for them
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -156,10 +157,10 @@ class HFTarget(Target):
         self.use_attention(ATTENTION)
         given = self.hf.config._attn_implementation
         require(given == ATTENTION, "its attention does not go through Transformers' attention interface")
-        self.head_form = _head_form(hf)
+        self._form = _head_form(hf)
         self._tied = self.head_weight.data_ptr() == self.embedding.weight.data_ptr()
         for number, layer in enumerate(_layers(_decoder(hf), config.num_layers)):
-            layer.register_forward_hook(_capturing(number, number in capture_after))
+            layer.register_forward_hook(_capturing(number))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "HFTarget":
         self.__dict__.pop("embedding", None)  # it is made anew of what is moved
@@ -180,6 +181,11 @@ class HFTarget(Target):
     @property
     def head_weight(self) -> Tensor:
         return self.hf.get_output_embeddings().weight
+
+    @property
+    def head_form(self) -> HeadForm:
+        bias = self.hf.get_output_embeddings().bias  # asked for each time: it moves with the model
+        return self._form if bias is None else dataclasses.replace(self._form, bias_V=bias.detach().float())
 
     @property
     def final_norm(self) -> nn.Module:
@@ -212,10 +218,14 @@ class HFTarget(Target):
         slots: list[int] | None = None,
         documents: list[int] | None = None,
     ) -> PassOutput:
+        if documents is not None and len(documents) > 2 and ids_BN.shape[1] > self.config.max_positions:
+            return self._one_by_one(ids_BN, positions_BN, documents)
         plain = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
         assert documents is None or plain.causal
         lengths = [cache.lengths[s] for s in slots] if cache is not None and slots is not None else [0]
-        running = _Pass(positions_BN.expand_as(ids_BN), plain, mask_BNN, lengths, documents, self.dtype)
+        running = _Pass(
+            positions_BN.expand_as(ids_BN), plain, mask_BNN, lengths, documents, self.dtype, self.capture_after
+        )
         before = _running.set(running)
         try:
             # With a mask of its own, of ones, Transformers does not take positions that repeat for packed documents.
@@ -237,6 +247,19 @@ class HFTarget(Target):
         else:
             aux = torch.cat([running.captured[i].to(self.dtype) for i in self.capture_after], dim=-1)
         return PassOutput(last, aux, *running.keys_values())
+
+    def _one_by_one(self, ids_BN: Tensor, positions_BN: Tensor, documents: list[int]) -> PassOutput:
+        """Packed documents in passes of their own: some code counts places in the pass, as Llama 4's does, so that none
+        may be longer than a text.
+        """
+        spans = [slice(a, b) for a, b in itertools.pairwise(documents)]
+        outs = [self(ids_BN[:, at], positions_BN[:, at], documents=[0, at.stop - at.start]) for at in spans]
+        return PassOutput(
+            torch.cat([out.last_BND for out in outs], dim=1),
+            torch.cat([out.aux_BNA for out in outs], dim=1),
+            torch.cat([out.keys_LBGNE for out in outs], dim=3),
+            torch.cat([out.values_LBGNE for out in outs], dim=3),
+        )
 
     def pack(self) -> "HFTarget":
         """The head alone: it is the larger part of what a small pass reads."""
@@ -261,8 +284,8 @@ def _decoder(hf: Any) -> nn.Module:
 
 
 def _head_form(hf: Any) -> HeadForm:
-    """What the model's code does between head and logits. Which key of its config says it is known by name; that it is
-    all, hf_check.py finds out.
+    """What the model's code does between head and logits, but for the head's bias. Which key of its config says it is
+    known by name; that it is all, hf_check.py finds out.
     """
     head, c = hf.get_output_embeddings(), hf.config
     require(isinstance(head, nn.Linear), "it has no linear output head")
@@ -275,8 +298,7 @@ def _head_form(hf: Any) -> HeadForm:
         value = getattr(c, key, None)
         if value:
             scale *= 1 / value if inverse else value
-    bias_V = None if head.bias is None else head.bias.detach().float()
-    return HeadForm(bias_V, scale, getattr(c, "final_logit_softcapping", None))
+    return HeadForm(scale=scale, cap=getattr(c, "final_logit_softcapping", None))
 
 
 def _layers(body: nn.Module, count: int) -> nn.ModuleList:
@@ -291,14 +313,14 @@ def _layers(body: nn.Module, count: int) -> nn.ModuleList:
     return found[0]
 
 
-def _capturing(number: int, wanted: bool) -> Callable[..., None]:
+def _capturing(number: int) -> Callable[..., None]:
     def hook(_: nn.Module, given: Any, output: Any) -> None:
         running = _running.get()
         if running is None:  # the model's own attention runs
             return
         attended = len(running.keys)
         require(attended == number + 1, f"at the end of layer {number}, {attended} layers have attended")
-        if wanted:
+        if number in running.capture_after:
             state = output if isinstance(output, Tensor) else output[0]
             running.captured[number] = state
 

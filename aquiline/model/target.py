@@ -60,8 +60,6 @@ PLAIN_HEAD = HeadForm()
 class Target(nn.Module):
     """The frozen model whose output must not change."""
 
-    head_form = PLAIN_HEAD
-
     def __init__(self, config: TargetConfig, capture_after: tuple[int, ...]) -> None:
         """`capture_after`: 0-based ids of the captured layers, the state AFTER the block; or TOP. UserError if bad."""
         super().__init__()
@@ -79,6 +77,10 @@ class Target(nn.Module):
     def head_weight(self) -> Tensor:
         """The head's rows `[V, D]`; not available of an untied head once packed."""
         raise NotImplementedError
+
+    @property
+    def head_form(self) -> HeadForm:
+        return PLAIN_HEAD
 
     @property
     def final_norm(self) -> nn.Module:

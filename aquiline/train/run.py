@@ -319,8 +319,10 @@ class TrainingRun:
         require(same, f"{self.head} exists and was not written by this run; give another output folder")
 
     def _store(self, documents: list[Document], folder: Path | None = None) -> FeatureStore:
-        source, made_by = (None, "") if self.stored is None else (self.stored.features, self.stored.made_by)
-        return FeatureStore(folder, self.target, documents, self.info.target_fingerprint, source, made_by)
+        if self.stored is None:
+            return FeatureStore(folder, self.target, documents, self.info.target_fingerprint)
+        made_by = f"{self.stored.made_by} {self.stored.digest(documents)}" if folder else ""
+        return FeatureStore(folder, self.target, documents, self.info.target_fingerprint, self.stored.features, made_by)
 
     def _save_head(self, draft: Draft, record: dict[str, Any]) -> None:
         checkpoint.save_draft(draft, self.head, self.info, record)
