@@ -13,21 +13,26 @@ import torch
 
 from aquiline import api
 from aquiline.cli import main as cli
-from aquiline.config import DoctorConfig, UserError
+from aquiline.config import AquilineWarning, DoctorConfig, UserError
+from aquiline.data.dataset import Document
 from aquiline.files import checkpoint, convert
 from aquiline.measure import doctor, replies
-from aquiline.measure.findings import from_positions, from_system
-from aquiline.measure.judge import STEPS, Judged, best_other_map, judge
+from aquiline.measure.findings import from_parts, from_positions, from_system, from_trials, idle_parts
+from aquiline.measure.judge import STEPS, Gain, Judged, OtherMap, best_other_map, judge
 from aquiline.measure.symptoms import Cause, random_looking, refusal, spike
 from aquiline.measure.tasks import Prompt, read_prompts
+from aquiline.measure.trials import Trial, trials
 from tests.conftest import tiny_draft, tiny_target
+from tests.test_hf_target import CASES, write_model
 from tests.test_strangers import FLOAT32, MISTRAL, TALKS, qwen
+from tests.tiny_chat import byte_chat
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "runs" / "sabotage.py"))
 FAULTS, HEALTHY, Bench, write_head = (SCRIPT[name] for name in ("FAULTS", "HEALTHY", "Bench", "write"))
 # The tiny target's own rope base is 10000. Of the other two, only the random numbers tell, and a tiny head's always do.
 FAULTS = {n: f for n, f in FAULTS.items() if n not in ("rope base 10000", "fc random", "attention output random")}
 ONLY_POSSIBLE = {"norm all ones", "queries random", "mlp random"}  # named, but not for certain
+VARIANTS = [("--switch", "norm_before_residual"), ("--switch", "norm_output"), ("--capture-after", "2,5")]
 THINKING = {"enable_thinking": False}
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}") for text in ("the data has", "the draft", "d2t", "/", "Converting")
@@ -50,10 +55,16 @@ def folder(tmp_path_factory) -> Path:
     pair = ("--target", root / "target", *FLOAT32)
     written = ("--template-kwarg", "enable_thinking=false", "--draft", "none")
     assert run("data", "answer", root / "prompts.txt", root / "answers.jsonl", *pair, *written) == 0
-    settings = ("--held-out", 4, "--epochs", 24, "--batch-tokens", 240, "--ttt-steps", 3, "--decode-every", 0)
-    sizes = ("--draft-vocab-size", 300, "--learning-rate", 0.01, "--adamw-learning-rate", 0.005)
-    assert run("train", root / "answers.jsonl", "--out", root / "run", *pair, *settings, *sizes) == 0
+    train(root, "run", 24)
     return root
+
+
+def train(root: Path, name: str, epochs: int, *more: object) -> Path:
+    settings = ("--held-out", 4, "--epochs", epochs, "--batch-tokens", 240, "--ttt-steps", 3, "--decode-every", 0)
+    sizes = ("--draft-vocab-size", 300, "--learning-rate", 0.01, "--adamw-learning-rate", 0.005, *more)
+    pair = ("--target", root / "target", *FLOAT32)
+    assert run("train", root / "answers.jsonl", "--out", root / name, *pair, *settings, *sizes) == 0
+    return root / name / "head"
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +99,53 @@ def test_a_fault_is_named_first_or_second(bench, folder, name):
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_head_has_no_cause(bench, folder, name):
     assert causes_of(bench, folder, folder / "run" / "head", HEALTHY[name]) == []
+
+
+@pytest.mark.parametrize("more", VARIANTS, ids=" ".join)
+def test_a_healthy_head_of_another_form_is_not_condemned(bench, folder, more):
+    causes = causes_of(bench, folder, train(folder, "-".join(more), 8, *more))
+    assert not [c for c in causes if c.certain], causes
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.filterwarnings("ignore:only")
+def test_a_short_look_is_sure_of_nothing(bench, folder, name):
+    asked = {"prompts": read_prompts(folder / "prompts.txt", 1)}
+    answers = replies.answer(bench.packed, bench.chat, asked, 8, THINKING)
+    head = write_head(folder / "run/head", folder / "broken", HEALTHY[name], torch.empty(0))
+    assert not [c for c in doctor.examine(bench.look(head), answers).causes if c.certain]
+
+
+def test_beyond_its_training_nothing_is_judged(bench, folder):
+    """A fault that is certain elsewhere."""
+    pair = bench.look(
+        write_head(folder / "run/head", folder / "broken", FAULTS["d2t rolled by one"][1], torch.empty(0))
+    )
+    pair.draft.config = dataclasses.replace(pair.draft.config, trained_length=8)
+    with pytest.warns(AquilineWarning, match="only 0 drafted tokens can be judged"):
+        found = doctor.examine(pair, bench.answers)
+    assert not [c for c in found.causes if c.certain]
+    assert {gain.blocks for _, gain in found.tried} == {0}
+
+
+def test_a_target_that_transformers_computes(tmp_path):
+    """It captures what the trials read, and its head has a scale."""
+    kind, changes = CASES["granite"]
+    write_model(tmp_path / "target", kind, changes | {"vocab_size": 300})
+    chat = byte_chat()
+    target = checkpoint.load_target(tmp_path / "target", torch.float32, capture_after=(1, 2))
+    info = checkpoint.DraftInfo.of(target, "tiny", chat.fingerprint(), chat.template_fingerprint())
+    checkpoint.save_draft(tiny_draft(target, trained_length=200), tmp_path / "head", info, dtype=torch.float32)
+    pair = doctor.open_pair(tmp_path / "target", tmp_path / "head", chat, torch.float32, torch.device("cpu"))
+    answers, _ = doctor.ask(pair, {"p": [Prompt("1", [{"role": "user", "content": "Hi"}])]}, DoctorConfig(16))
+    assert answers.layers == (0, 1, 2, 3)
+    ids = answers.documents[0].ids[None].long()
+    target.capture_after = (3,)
+    torch.testing.assert_close(answers.states_TLD[:, 3], target(ids, torch.arange(ids.shape[1])[None]).aux_BNA[0])
+    with pytest.warns(AquilineWarning, match="can be judged"):
+        assert not [c for c in doctor.examine(pair, answers).causes if c.certain]
+    rows = target.head_weight[pair.draft.vocab.target_ids_W]
+    torch.testing.assert_close(pair.head_rows_WD, rows / 4)
 
 
 def test_a_copy_in_another_layout_is_as_healthy(bench, folder):
@@ -127,6 +185,8 @@ def test_the_command_ends_with_1_when_something_is_certain(folder, bench, capsys
     code, record, err = doctor_command(folder, capsys)
     assert (code, record["causes"]) == (0, [])
     assert "it covers 100%" in err
+    settings = record["settings"]
+    assert (settings["limit"], settings["system"], len(settings["prompts_sha256"])) == (12, None, 64)
     assert {"tau", "coverage", "by_source", "by_position", "n_alpha"} <= record["figures"].keys()
     assert not [f["what"] for f in record["pair"] if f["head"] not in (None, f["here"])]
     head = write_head(folder / "run/head", folder / "broken", FAULTS["fc zeroed"][1], torch.empty(0))
@@ -220,19 +280,60 @@ def test_the_system_message_is_taken_from_run_json(bench, folder):
         pair.systems = systems
         answers, with_system = doctor.ask(pair, asked, told, THINKING)
         assert len(with_system.documents[0]) > len(answers.documents[0])
+        assert (answers.system, with_system.system) == (None, "Be brief.")
 
 
-def test_learnt_maps_and_other_readings():
-    ids = torch.tensor([2, 5, 9, 11])  # of the draft's four tokens
-    proposed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]])
-    stored = torch.arange(1000, 1014)  # each before another token, so that nothing follows from it
-    valid = torch.ones(1, 12, dtype=torch.bool)
-    judged = Judged(valid, valid, proposed, torch.zeros(1, 12), 0.5)
-    for wrong, words in ((ids, ""), (ids + 1, "every id one lower"), (ids.flip(0), "the same ids in ascending order")):
-        stored[2:] = ids[proposed[0]]
-        found = best_other_map(judged, stored, wrong)
-        assert (found.given, found.learnt) == (1.0 if not words else pytest.approx(0.0), False)
-        assert not words or (found.words, found.right) == (words, 1.0)
+@pytest.mark.parametrize(("rows", "certain"), [(16 * 12, True), (16 * 11, False)])
+def test_other_readings_of_the_map(rows, certain):
+    ids, mixed = torch.tensor([2, 3, 4, 11]), torch.tensor([3, 2, 11, 4])  # of the draft's four tokens
+    proposed = torch.randint(4, (1, rows), generator=torch.Generator().manual_seed(0))
+    stored = torch.arange(1000, 1000 + rows + 2)  # the first two
+    valid = torch.cat((torch.ones(1, rows, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.bool)), 1)
+    judged = Judged(valid, valid, torch.nn.functional.pad(proposed, (0, 2), value=-1), torch.zeros(1, rows + 2), 0.5)
+
+    def best(given, true=ids):
+        stored[2:] = true[proposed[0]]
+        return best_other_map(judged, [Document(stored.int(), stored > 0, True, "", "")], valid[0], given)
+
+    right, flipped, learnt = best(ids), best(ids.flip(0)), best(ids, mixed)
+    assert (right.given, right.learnt, right.certain) == (1, False, False)
+    assert flipped == OtherMap("the same ids in ascending order", 1, 0, False, certain)
+    assert (learnt.right, learnt.given, learnt.learnt, learnt.certain) == (1, 0, True, certain)
+    # Of these, only two of the tokens can be proposed.
+    assert best(ids + 1) == OtherMap("every id one lower", 1, 0, False, False)
+    assert best(ids + 100) is None
+
+
+def test_of_two_better_ways_only_the_best_is_certain():
+    def gain(accepted):
+        return Gain(accepted, 6.0, 0.5, 9.0, 40)
+
+    tried = [(Trial("a", "", ""), gain(0.29)), (Trial("b", "", ""), gain(0.3)), (Trial("b", "", ""), gain(0.2))]
+    tried.append((Trial("c", "", ""), gain(0.01)))
+    found = [(c.id, c.certain) for c in from_trials(tried, broken=False)]
+    assert found == [("a", False), ("b", True), ("b", True)]
+    assert not list(from_trials([(t, dataclasses.replace(g, blocks=4)) for t, g in tried], broken=False))
+
+
+def test_another_target_is_certain_only_where_nothing_else_is():
+    draft, parts = tiny_draft(tiny_target()), {"fc": Gain(-1.0, -9.0, -1.0, -9.0, 40)}
+    for causes, certain in (([], [("target_mismatch", True)]), ([Cause("rope_base", True, "", "")], [])):
+        found = from_parts(draft, {}, parts, causes, hopeless=True, right_target=False)
+        assert [(c.id, c.certain) for c in found] == certain
+
+
+def test_without_rows_no_part_is_idle():
+    assert idle_parts({"fc": Gain(0.0, 0.0, 0.0, 0.0, 1), "mlp": Gain(0.0, 0.0, 0.0, 0.0, 12)}) == {"mlp"}
+
+
+@pytest.mark.parametrize(("layers", "orders"), [((1, 3), 1), ((1, 3, 4), 5), ((0, 1, 3, 4), 7), ((0, 1, 2, 3, 4), 11)])
+def test_orders_of_states(layers, orders):
+    target = tiny_target(capture_after=layers)
+    tried = [t.capture_after for t in trials(tiny_draft(target), target, None) if t.id == "capture_order"]
+    assert len(tried) == len(set(tried)) == orders
+    assert layers[::-1] in tried
+    assert layers not in tried
+    assert {tuple(sorted(order)) for order in tried} == {layers}
 
 
 def test_a_long_way_past_its_training_is_named():

@@ -47,28 +47,34 @@ def doctor(
     config = DoctorConfig(max_new_tokens, limit, system)
     require(draft not in ("ngram", "none"), f"doctor examines a head, and {draft!r} is none: give a head's folder")
     check_record(json_out, prompts or [])
-    asked = read_tasks(prompts, config.limit) if prompts else None
+    given = read_tasks(prompts, config.limit) if prompts else None
     settings = template_settings(template_kwarg)
     from aquiline import api
     from aquiline.files import checkpoint
     from aquiline.measure import doctor as measure
-    from aquiline.measure.evaluate import machine, versions
+    from aquiline.measure.evaluate import machine, prompts_hash, versions
+    from aquiline.measure.replies import own_prompts
 
     where = api.pick_device(device)
     kind = api.pick_dtype(dtype, target, where)
     folder = checkpoint.draft_path(draft)
     pair = measure.open_pair(target, folder, api.load_chat(target), kind, where)
-    found = None
+    asked = given or own_prompts()
+    found = with_system = None
     if pair.draft is not None:
         note("the target answers some prompts, then the head is tried on them in some twenty ways")
-        found = measure.examine(pair, *measure.ask(pair, asked, config, settings))
+        answers, with_system = measure.ask(pair, asked, config, settings)
+        found = measure.examine(pair, answers, with_system)
     record = measure.make_record(pair, found) | {
         "settings": {
             "target": checkpoint.target_name(target),
             "draft": checkpoint.draft_name(folder),
             "dtype": str(kind).removeprefix("torch."),
             "max_new_tokens": max_new_tokens,
+            "limit": limit,
+            "system": None if with_system is None else with_system.system,
             "prompts": [str(path.name) for path in prompts or []],
+            "prompts_sha256": prompts_hash(asked),
             "template_kwargs": settings,
         },
         "machine": machine(where),

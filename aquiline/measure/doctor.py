@@ -30,8 +30,8 @@ from aquiline.measure.findings import (
     idle_parts,
     undertrained,
 )
-from aquiline.measure.judge import STEPS, Gain, Judged, judge
-from aquiline.measure.replies import Answers, answer, own_prompts
+from aquiline.measure.judge import ENOUGH, STEPS, Gain, Judged, judge
+from aquiline.measure.replies import Answers, answer
 from aquiline.measure.symptoms import WEIGHTS, Cause, Fact, facts, from_facts, from_weights, random_looking, refusal
 from aquiline.measure.tasks import Prompt
 from aquiline.measure.trials import Trial, layers_needed, trials, without
@@ -46,6 +46,7 @@ DEFINITIONS = {
     "equals chain decoding; the floor is 1",
     "n_alpha": "[n]: share of drafted tokens accepted at depth n+1 among cycles that accepted the n before",
     "acceptance_per_depth": "[n]: share of all cycles that accepted at least n+1 drafted tokens",
+    "rows": "positions, of prompts' last and replies' tokens, at which the head is judged",
     "first_right": "share of all rows, not only those at which a cycle begins, whose first drafted token is right",
     "coverage": "share of the tokens of the replies that the head can propose",
     "misses_outside_vocabulary": "share of the wrong first drafted tokens for which the right one cannot be proposed",
@@ -93,7 +94,7 @@ def look_at(target: Target, draft: Draft, folder: Path, chat: Chat) -> Pair:
     causes = [*from_facts(found, draft, target.config, info), *from_weights(draft)]
     rows = None
     if draft.config.hidden_size == target.config.hidden_size:
-        rows = target.head_weight[draft.vocab.target_ids_W].detach().clone()
+        rows = target.head_rows(draft.vocab.target_ids_W)
     random = random_looking(draft)
     # In float32, whatever decoding takes: what was made otherwise is to show, not rounding; on CPUs it is faster here.
     return Pair(target, draft.float().requires_grad_(False), chat, causes, found, random, rows, _systems(folder))
@@ -118,22 +119,21 @@ def _systems(folder: Path) -> list[str]:
 
 def ask(
     pair: Pair,
-    prompts: Mapping[str, Sequence[Prompt]] | None,
+    prompts: Mapping[str, Sequence[Prompt]],
     config: DoctorConfig,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Answers, Answers | None]:
-    """The target's answers to these prompts (None: our own); the same under the system message of the head's training,
-    where one is known.
+    """The target's answers to these prompts; the same under the system message of the head's training, where one is
+    known.
     """
-    asked = own_prompts() if prompts is None else prompts
     settings = (config.max_new_tokens, template_kwargs)
-    answers = answer(pair.target, pair.chat, asked, *settings)
+    answers = answer(pair.target, pair.chat, prompts, *settings)
     if config.system is not None:
-        return answers, answer(pair.target, pair.chat, asked, *settings, system=config.system)
+        return answers, answer(pair.target, pair.chat, prompts, *settings, system=config.system)
     if not pair.systems or not pair.systems[0]:
         return answers, None
     try:
-        return answers, answer(pair.target, pair.chat, asked, *settings, system=pair.systems[0])
+        return answers, answer(pair.target, pair.chat, prompts, *settings, system=pair.systems[0])
     except UserError as error:  # the template is not that of the training, which is another cause
         warnings.warn(
             f"the system message of the training cannot be written here: {error}", AquilineWarning, stacklevel=2
@@ -157,26 +157,34 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
     config = draft.config
     base = judge(draft, target, answers.documents, answers.features(config.capture_after), STEPS)
     figures = _figures(base, answers, draft)
-    tried: list[tuple[Trial, Gain]] = []
-    for trial in trials(draft, target, pair.head_rows_WD):
-        tried.append((trial, Gain.of(base, trial.judge(draft, target, answers), answers.documents)))
-    parts = {}
-    for part in ("attention", "mlp", *(() if config.top else ("fc",))):
-        trial = without(draft, part)
-        parts[part] = Gain.of(base, trial.judge(draft, target, answers), answers.documents)
-        tried.append((trial, parts[part]))
-    hopeless = figures["first_right"] < _HOPELESS
+    rows_T = base.rows(answers.documents, config.trained_length)
+    removed = [without(draft, part) for part in ("attention", "mlp", *(() if config.top else ("fc",)))]
+    tried = [
+        (trial, Gain.of(base, trial.judge(draft, target, answers), answers.documents, rows_T))
+        for trial in (*trials(draft, target, pair.head_rows_WD), *removed)
+    ]
+    parts = {trial.id: gain for trial, gain in tried[-len(removed) :]}
+    right = base.right_KT[0][rows_T].float()
+    if len(right) < ENOUGH:
+        warnings.warn(
+            f"only {len(right)} drafted tokens can be judged, and nothing is certain of fewer than {ENOUGH}: give more "
+            "prompts, or a larger --max-new-tokens",
+            AquilineWarning,
+            stacklevel=2,
+        )
+    first_right = float(right.mean()) if len(right) >= ENOUGH else 1.0
+    hopeless = first_right < _HOPELESS
     idle = idle_parts(parts)
     causes = [*pair.causes, *from_trials(tried, broken=hopeless or bool(idle))]
-    causes += from_map(base, answers, draft, causes)
+    causes += from_map(base, answers, rows_T, draft, causes)
     same = next((not f.differs for f in pair.facts if f.what == WEIGHTS and f.head is not None), None)
     if figures["coverage"] > _JUDGED_COVERAGE:
         causes += from_parts(draft, pair.random, parts, causes, hopeless=hopeless, right_target=same)
     causes += [*from_coverage(figures), *from_positions(base, answers, config), *from_prompts(target, answers)]
     if with_system is not None:
         causes += from_system(draft, target, base, answers, with_system, figures)
-    if not any(c.certain for c in causes) and figures["first_right"] < _POOR:
-        causes.append(undertrained(figures))
+    if not any(c.certain for c in causes) and first_right < _POOR:
+        causes.append(undertrained(first_right))
     if any(c.certain for c in pair.causes):  # what is seen beside it may come of it
         causes = [c if c in pair.causes else dataclasses.replace(c, certain=False) for c in causes]
     return Examination(ranked(causes), figures, tried)
@@ -213,6 +221,7 @@ def _figures(base: Judged, answers: Answers, draft: Draft) -> dict[str, Any]:
     return {
         "prompts": len(answers.documents),
         "tokens": int(sum(d.supervised.sum() for d in answers.documents)),
+        "rows": int(first.sum()),
         "tree": f"{STEPS}:1:{STEPS}",
         "tau": walk.tau,
         "cycles": walk.cycles,

@@ -274,7 +274,6 @@ def without(timed: Sequence[str], block: Mapping[str, Any]) -> dict[str, Any]:
 
 def model_settings(model: Model, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, Any]:
     """What was measured, of everything that is the same for all kinds of measurement."""
-    asked = {name: [[p.id, p.messages] for p in ps] for name, ps in prompts.items()}
     return {
         "target": model.target_name,
         "draft": model.draft_name,
@@ -284,8 +283,13 @@ def model_settings(model: Model, prompts: Mapping[str, Sequence[Prompt]]) -> dic
         "tokenizer": model.chat.fingerprint(),
         "template": model.chat.template_fingerprint(),
         "template_kwargs": model.template_kwargs,
-        "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
+        "prompts_sha256": prompts_hash(prompts),
     }
+
+
+def prompts_hash(prompts: Mapping[str, Sequence[Prompt]]) -> str:
+    asked = {name: [[p.id, p.messages] for p in ps] for name, ps in prompts.items()}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")

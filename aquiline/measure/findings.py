@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from aquiline.config import DraftConfig
-from aquiline.measure.judge import STEPS, Gain, Judged, best_other_map, judge
+from aquiline.measure.judge import ENOUGH, STEPS, Gain, Judged, best_other_map, block_means, judge
 from aquiline.measure.replies import Answers
 from aquiline.measure.symptoms import Cause
 from aquiline.measure.trials import Trial
@@ -22,33 +23,37 @@ _SHADOW = 1 / 3  # of the best trial's gain: what gains less is an effect of the
 
 def idle_parts(parts: Mapping[str, Gain]) -> set[str]:
     """Those without which the head does no worse. In a healthy head every part helps; in a hopeless one none can."""
-    return {part for part, gain in parts.items() if gain.nats_z > -2 and gain.accepted_z > -2}
+    return {part for part, gain in parts.items() if gain.no_loss}
 
 
 def from_trials(tried: Sequence[tuple[Trial, Gain]], *, broken: bool) -> Iterator[Cause]:
-    """What is better otherwise; at most the best is certain. In a head that is `broken`, or that is likelier in several
+    """What is better otherwise; only the best is certain. In a head that is `broken`, or that is likelier in several
     unrelated ways, a small gain may come from anything.
     """
-    best = max((gain.accepted for _, gain in tried if gain.likely), default=0.0)
+    likely = [(trial, gain) for trial, gain in tried if gain.likely]
+    if not likely:
+        return
+    first, most = max(likely, key=lambda pair: pair[1].accepted)
     likelier = {trial.id for trial, gain in tried if gain.nats_z >= 3 and gain.nats > 0.02}
     needed = _CLEAR if broken or len(likelier) > 2 else 0.0
-    for trial, gain in tried:
-        if gain.likely and gain.accepted >= _SHADOW * best:
+    for trial, gain in likely:
+        if gain.accepted >= _SHADOW * most.accepted:
             evidence = (
                 f"{trial.words}, {gain.accepted:.2f} more of two drafted tokens are accepted "
                 f"(z {gain.accepted_z:.1f}), and what the target wrote is {gain.nats:.2f} nats likelier "
                 f"(z {gain.nats_z:.1f})"
             )
-            certain = gain.certain and gain.accepted >= max(needed, 0.9 * best)
+            certain = gain.certain and gain.accepted >= needed and trial.id == first.id
             yield Cause(trial.id, certain, evidence, trial.advice, gain.accepted)
 
 
-def from_map(base: Judged, answers: Answers, draft: Draft, causes: list[Cause]) -> Iterator[Cause]:
+def from_map(base: Judged, answers: Answers, rows_T: Tensor, draft: Draft, causes: list[Cause]) -> Iterator[Cause]:
     """Another map of the ids, where it explains more than the target's head does, which fits any map: that is then no
     cause of its own. A learnt map fits a random `lm_head` too, but that one is not sure of what it proposes.
     """
-    ids_T = torch.cat([d.ids for d in answers.documents]).long()
-    other = best_other_map(base, ids_T, draft.vocab.target_ids_W)
+    other = best_other_map(base, answers.documents, rows_T, draft.vocab.target_ids_W)
+    if other is None:
+        return
     by_head = max((c.weight for c in causes if c.id == "lm_head" and c.weight < 1), default=0.0)
     gain = other.right - other.given
     if gain < _CLEAR or other.right < 2 * other.given or other.right < by_head:
@@ -58,11 +63,12 @@ def from_map(base: Judged, answers: Answers, draft: Draft, causes: list[Cause]) 
     )
     if other.learnt and base.sure < 0.6 * other.right:
         evidence = f"{evidence}, yet it gives them a probability of {base.sure:.0%} on average"
-        yield Cause("lm_head", True, evidence, "lm_head.weight is not what was trained: export the head again", gain)
+        advice = "lm_head.weight is not what was trained: export the head again"
+        yield Cause("lm_head", other.certain, evidence, advice, gain)
         return
-    causes[:] = [c for c in causes if c.id != "lm_head"]
+    causes[:] = [c for c in causes if c.id != "lm_head" or c.certain > other.certain]
     advice = "d2t names the wrong tokens: write the map that the head was trained with, target id minus draft id"
-    yield Cause("d2t", True, evidence, advice, gain)
+    yield Cause("d2t", other.certain, evidence, advice, gain)
 
 
 def from_parts(
@@ -78,7 +84,7 @@ def from_parts(
     that the head was trained for, as far as it tells.
     """
     explained = any(c.certain for c in causes)
-    if right_target is False and hopeless:
+    if right_target is False and hopeless and not explained:
         evidence = "next to nothing that it drafts is accepted"
         yield Cause("target_mismatch", True, evidence, _OTHER_TARGET, 0.5)
     strange, matrices = sum(map(len, random.values())), sum(weight.ndim == 2 for weight in draft.parameters())
@@ -126,7 +132,8 @@ def from_coverage(figures: Mapping[str, Any]) -> Iterator[Cause]:
         "train a head on answers like these, with a larger --draft-vocab-size if need be (`aquiline data show` says "
         "what each size covers)"
     )
-    yield Cause("coverage", covered < 0.6 and of_misses > 0.5, evidence, advice, 1 - covered)
+    sure = covered < 0.6 and of_misses > 0.5 and figures["rows"] >= ENOUGH
+    yield Cause("coverage", sure, evidence, advice, 1 - covered)
 
 
 def from_positions(base: Judged, answers: Answers, config: DraftConfig) -> Iterator[Cause]:
@@ -173,7 +180,10 @@ def from_system(
     features = with_system.features(draft.config.capture_after)
     other = judge(draft, target, with_system.documents, features, STEPS)
     figures["tau_with_system"] = other.walk(with_system.documents).tau
-    here, there = base.right_KT[0][base.valid_KT[0]].float(), other.right_KT[0][other.valid_KT[0]].float()
+    here, there = (
+        block_means(judged.right_KT[0], judged.valid_KT[0], documents)
+        for judged, documents in ((base, answers.documents), (other, with_system.documents))
+    )
     if len(here) < 2 or len(there) < 2:
         return
     gain = float(there.mean() - here.mean())
@@ -187,9 +197,7 @@ def from_system(
         yield Cause("system_prompt", False, evidence, advice, gain)
 
 
-def undertrained(figures: Mapping[str, Any]) -> Cause:
-    evidence = (
-        f"{figures['first_right']:.0%} of the first drafted tokens are right, and nothing that was made otherwise helps"
-    )
+def undertrained(first_right: float) -> Cause:
+    evidence = f"{first_right:.0%} of the first drafted tokens are right, and nothing that was made otherwise helps"
     advice = "train it longer, on more answers of this very target to prompts like those it will be asked"
     return Cause("undertrained", False, evidence, advice, 0.02)

@@ -25,6 +25,7 @@ TRIAL_STEPS = 2  # of a trial: the second is the first that reads a feature fed 
 _FLOOR = -15.0  # no token counts as less likely, in log-probability: one wild guess would outweigh a hundred
 _BLOCK = 16  # tokens: neighbours are not independent, so means are compared over blocks
 _FEW_BLOCKS = 12  # tell nothing for certain
+ENOUGH = _FEW_BLOCKS * _BLOCK  # rows
 _ROWS = 256  # rows of logits at a time
 
 
@@ -37,6 +38,12 @@ class Judged:
     proposed_KT: Tensor  # draft ids, -1 where not valid
     likely_KT: Tensor  # log-probability of the token written, over the draft vocabulary; _FLOOR outside it
     sure: float  # mean probability, by its own account, of the first drafted tokens
+
+    def rows(self, documents: Sequence[Document], length: int | None) -> Tensor:
+        """Bool `[T]`: the rows that verdicts rest on, no further into a document than the `length` of the training."""
+        if length is None:
+            return self.valid_KT[0]
+        return self.valid_KT[0] & torch.cat([torch.arange(len(d)) < length for d in documents])
 
     def walk(self, documents: Sequence[Document], source: str | None = None) -> Walk:
         """The accepted length of chain decoding over these documents, or over those of one source."""
@@ -125,27 +132,37 @@ class Gain:
     def likely(self) -> bool:
         return self.nats_z >= 3 and self.accepted_z >= 1 and self.accepted >= 0.005 and self.blocks >= _FEW_BLOCKS // 2
 
+    @property
+    def no_loss(self) -> bool:
+        """Without a part: of enough rows, none is worse for it."""
+        return self.nats_z > -2 and self.accepted_z > -2 and self.blocks >= _FEW_BLOCKS
+
     @staticmethod
-    def of(here: Judged, other: Judged, documents: Sequence[Document]) -> "Gain":
-        """Of `other` over `here`."""
-        accepted, z, blocks = _mean(_per_row(other) - _per_row(here), here.valid_KT[0], documents)
+    def of(here: Judged, other: Judged, documents: Sequence[Document], rows_T: Tensor) -> "Gain":
+        """Of `other` over `here`, on these rows."""
+        accepted, z, blocks = _mean(_per_row(other) - _per_row(here), rows_T, documents)
         more = other.likely_KT[:TRIAL_STEPS].sum(0) - here.likely_KT[:TRIAL_STEPS].sum(0)
-        nats, nats_z, _ = _mean(more, here.valid_KT[0], documents)
+        nats, nats_z, _ = _mean(more, rows_T, documents)
         return Gain(accepted, z, nats, nats_z, blocks)
 
 
-def _mean(of_T: Tensor, valid_T: Tensor, documents: Sequence[Document]) -> tuple[float, float, int]:
-    """The mean over blocks of valid rows, over its standard error, and of how many blocks."""
-    blocks, start = [], 0
+def block_means(of_T: Tensor, rows_T: Tensor, documents: Sequence[Document]) -> Tensor:
+    """Means over blocks of these rows, each of one document."""
+    blocks, start = [torch.zeros(0)], 0
     for d in documents:
-        rows = of_T[start : start + len(d)][valid_T[start : start + len(d)]]
-        blocks += [part.mean() for part in rows.split(_BLOCK) if len(part) >= _BLOCK // 2]
+        rows = of_T[start : start + len(d)][rows_T[start : start + len(d)]].float()
+        blocks += [part.mean(0, keepdim=True) for part in rows.split(_BLOCK) if len(part) >= _BLOCK // 2]
         start += len(d)
-    if len(blocks) < 2:
-        return 0.0, 0.0, len(blocks)
-    means = torch.stack(blocks)
+    return torch.cat(blocks)
+
+
+def _mean(of_T: Tensor, rows_T: Tensor, documents: Sequence[Document]) -> tuple[float, float, int]:
+    """The mean over blocks, over its standard error, and of how many blocks."""
+    means = block_means(of_T, rows_T, documents)
+    if len(means) < 2:
+        return 0.0, 0.0, len(means)
     mean, error = float(means.mean()), float(means.std()) / len(means) ** 0.5
-    return mean, mean / max(error, 1e-9), len(blocks)
+    return mean, mean / max(error, 1e-9), len(means)
 
 
 def _per_row(judged: Judged) -> Tensor:
@@ -158,23 +175,29 @@ def _per_row(judged: Judged) -> Tensor:
 
 @dataclass(frozen=True)
 class OtherMap:
-    """Share of the first drafted tokens that are right by another map of draft ids to tokens."""
+    """Shares of the first drafted tokens that are right by the given map of draft ids to tokens, and by another."""
 
     words: str
     right: float
     given: float
-    learnt: (
-        bool  # nobody wrote it down: for each draft id, the token that most often followed where else it was proposed
-    )
+    learnt: bool  # nobody wrote it down: of each draft id, the token that most often followed elsewhere
+    certain: bool  # that it is the better one
 
 
-def best_other_map(judged: Judged, ids_T: Tensor, target_ids_W: Tensor) -> OtherMap:
+def best_other_map(
+    judged: Judged, documents: Sequence[Document], rows_T: Tensor, target_ids_W: Tensor
+) -> OtherMap | None:
     """The map by which the same proposals would be right most often: `d2t` read in another way, or a learnt one. The
-    latter counts only if it tells more than the same game played with the token before.
+    latter counts only if it tells more than the same game played with the token before. Rows whose token the given map
+    lacks are left out: what else a head proposes there says nothing of its map. None where no rows are left.
     """
-    rows = judged.valid_KT[0].nonzero().squeeze(1)
-    proposed, stored, before = judged.proposed_KT[0, rows], ids_T[rows + 2], ids_T[rows + 1]
-    ids, counting = target_ids_W.cpu(), torch.arange(len(target_ids_W))
+    ids, ids_T = target_ids_W.cpu(), torch.cat([d.ids for d in documents]).long()
+    counting = torch.arange(len(ids))
+    follows_T = torch.cat((ids_T[2:], torch.full((2,), -1)))
+    rows_T = rows_T & torch.isin(follows_T, ids)
+    if not bool(rows_T.any()):
+        return None
+    proposed, stored, before = judged.proposed_KT[0, rows_T], follows_T[rows_T], ids_T.roll(-1)[rows_T]
     readings = {
         "d2t read as absolute ids, not as offsets": ids - counting,
         "d2t read as offsets, not as absolute ids": ids + counting,
@@ -182,20 +205,28 @@ def best_other_map(judged: Judged, ids_T: Tensor, target_ids_W: Tensor) -> Other
         "every id one higher": ids + 1,
         "the same ids in ascending order": ids.sort().values,
     }
-    shares = {words: float((other[proposed] == stored).float().mean()) for words, other in readings.items()}
-    words, given = max(shares, key=lambda name: shares[name]), float((ids[proposed] == stored).float().mean())
-    learnt = _learnt(proposed.tolist(), stored.tolist())
-    if learnt > 1.4 * _learnt(before.tolist(), stored.tolist()) and learnt > 1.4 * shares[words]:
-        return OtherMap("another map, learnt from the other rows", learnt, given, True)
-    return OtherMap(words, shares[words], given, False)
+    given = (ids[proposed] == stored).float()
+    rights = {words: (other[proposed] == stored).float() for words, other in readings.items()}
+    words = max(rights, key=lambda name: float(rights[name].mean()))
+    right, by_map = rights[words], _learnt(proposed.tolist(), stored.tolist())
+    learnt = float(by_map.mean()) > 1.4 * max(
+        float(_learnt(before.tolist(), stored.tolist()).mean()), float(right.mean())
+    )
+    if learnt:
+        words, right = "another map, learnt from the other rows", by_map
+    more_T = torch.zeros(len(ids_T))
+    more_T[rows_T] = right - given
+    _, z, blocks = _mean(more_T, rows_T, documents)
+    return OtherMap(words, float(right.mean()), float(given.mean()), learnt, z >= 5 and blocks >= _FEW_BLOCKS)
 
 
-def _learnt(proposed: Sequence[int], stored: Sequence[int]) -> float:
+def _learnt(proposed: Sequence[int], stored: Sequence[int]) -> Tensor:
+    """Per row, whether the token that most often followed its guess in the other rows is its own, as 0 or 1."""
     followed: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for guess, token in zip(proposed, stored, strict=True):
         followed[guess][token] += 1
-    right = 0
+    right = []
     for guess, token in zip(proposed, stored, strict=True):
         others = followed[guess] - Counter({token: 1})
-        right += bool(others) and others.most_common(1)[0][0] == token
-    return right / max(len(stored), 1)
+        right.append(bool(others) and others.most_common(1)[0][0] == token)
+    return torch.tensor(right).float()

@@ -59,6 +59,7 @@ class Answers:
     layers: tuple[int, ...]
     states_TLD: Tensor
     last_TD: Tensor  # the final state, after its norm
+    system: str | None = None  # that was given to prompts without one
 
     def features(self, capture_after: Sequence[int], late: int = 0) -> Features:
         """What a head that reads these layers is given; `late`: from so many tokens before, within a document."""
@@ -109,7 +110,7 @@ def answer(
         out = target(written[None].to(target.device), positions[None].to(target.device))
         states.append(out.aux_BNA[0].cpu().unflatten(-1, (len(target.capture_after), -1)))
         last.append(out.last_BND[0].cpu())
-    return Answers(documents, target.capture_after, torch.cat(states), torch.cat(last))
+    return Answers(documents, target.capture_after, torch.cat(states), torch.cat(last), system)
 
 
 def _with_system(messages: Sequence[Message], system: str | None) -> list[Message]:

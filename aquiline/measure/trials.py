@@ -81,7 +81,7 @@ def _other_states(c: DraftConfig, num_layers: int) -> Iterator[Trial]:
     if len(usual) == len(c.capture_after) and usual not in (c.capture_after, *shifted.values()):
         words = f"with the usual states, after {list(usual)}"
         yield Trial("capture_layers", words, mend.format(list(usual)), capture_after=usual)
-    for order in itertools.islice(itertools.permutations(c.capture_after), 1, 6):
+    for order in _orders(c.capture_after):
         yield Trial(
             "capture_order", f"with the states in the order {list(order)} instead of {list(c.capture_after)}",
             f"fc was trained on the states in the order {list(order)}, and is given the lowest layer first: put the "
@@ -93,6 +93,18 @@ def _other_states(c: DraftConfig, num_layers: int) -> Iterator[Trial]:
         "the head was trained with states and tokens out of step by one: train it again with data that is aligned",
         late=1,
     )  # fmt: skip
+
+
+def _orders(layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Others than the given one: all of up to three layers; of more, two exchanged, or all reversed."""
+    if len(layers) <= 3:
+        return list(itertools.permutations(layers))[1:]
+    exchanged = []
+    for i, j in itertools.combinations(range(len(layers)), 2):
+        order = list(layers)
+        order[i], order[j] = order[j], order[i]
+        exchanged.append(tuple(order))
+    return [*exchanged, layers[::-1]]
 
 
 def _other_ropes(c: DraftConfig, target: RopeConfig) -> Iterator[Trial]:

@@ -78,6 +78,10 @@ class Target(nn.Module):
         """The head's rows `[V, D]`; not available of an untied head once packed."""
         raise NotImplementedError
 
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """A copy of these rows, float32, with the head's scale in them: a draft's `lm_head` has none."""
+        return self.head_weight.detach()[ids].float() * self.head_form.scale
+
     @property
     def head_form(self) -> HeadForm:
         return PLAIN_HEAD

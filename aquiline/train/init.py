@@ -43,7 +43,7 @@ def init_draft(
             part.div_(0.02 * draft.fc.in_features**0.5 * max(rms, 1e-6))
         sources["fc.weight"] = "random, scaled to the captured states"
     if draft.config.hidden_size == target.config.hidden_size:
-        draft.lm_head.weight.copy_(target.head_weight[draft.vocab.target_ids_W].float() * target.head_form.scale)
+        draft.lm_head.weight.copy_(target.head_rows(draft.vocab.target_ids_W))
         sources["lm_head.weight"] = "the target's head, rows of the draft vocabulary"
     if init == "target-layer":
         if not isinstance(target, LlamaTarget):

@@ -59,9 +59,8 @@ class StepStats:
     """Of one unroll, per step. `right` and `counted` are `[K, T]`, by the row's position in the pack."""
 
     loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(
-        default_factory=list
-    )  # of all supervised rows; outside the draft vocabulary is a miss
+    # Of all supervised rows; a token outside the draft vocabulary is a miss.
+    accuracy: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)  # that are supervised
     scored: list[int] = field(default_factory=list)  # of these, what `loss` is a mean over
     right_KT: Tensor | None = None  # the draft's arg-max is the stored token x_{t+2+k}
