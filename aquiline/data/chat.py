@@ -302,7 +302,8 @@ class Chat:
 
     @cached_property
     def _byte_level(self) -> bool:
-        return '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
+        decoder = self._backend.decoder  # its pickled state is its JSON; the whole tokenizer's is megabytes
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def text_stream(self) -> "TextStream":
         """An incremental `text`."""
