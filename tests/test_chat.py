@@ -330,6 +330,23 @@ def test_stream_of_random_bytes_equals_the_text_and_decodes_short_windows():
     assert longest < 30
 
 
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_stream_of_what_never_becomes_a_character_is_not_held_for_ever(step):
+    chat = byte_chat()
+    lone, first = (next(i for i in range(256) if chat.token_bytes(i) == byte) for byte in (b"\x80", b"\xf0"))
+    silent = chat.encode("<|im_start|>")[0]
+    assert chat.text([silent]) == ""
+    for odd in ([lone], [first], [silent], [first, lone], [first, lone, lone], [silent, lone]):
+        stream, out, shown = chat.text_stream(), "", 0
+        ids = chat.encode("a") + odd * 300 + chat.encode("b 你 c")
+        for start in range(0, len(ids), step):
+            out += stream.push(ids[start : start + step])
+            assert len(stream._window) <= 64 + 12 + step
+            shown = max(shown, len(chat.text(ids[: start + step])) - len(out))
+        assert out + stream.finish() == chat.text(ids)
+        assert shown <= 64 + step
+
+
 def test_stream_of_words_keeps_the_spaces_between_them():
     chat = word_chat(["a", "b", "c"])
     stream = chat.text_stream()
@@ -427,6 +444,20 @@ def test_outcome_does_not_depend_on_how_text_is_cut_into_tokens():
         ends = [(text.find(s) + len(s), text.find(s), s) for s in strings if s in text]
         expected = (text[: min(ends)[1]], min(ends)[2]) if ends else (text, None)
         assert seen == [expected, expected]
+
+
+def test_what_long_stop_strings_hold_back_is_the_longest_beginning_of_one():
+    draw = random.Random(1)
+    chat = byte_chat()
+    for _ in range(40):
+        strings = {"".join(draw.choices("ab", k=draw.randint(5, 12))) for _ in range(3)}
+        stop, text = matcher(chat, *strings), ""
+        for letter in draw.choices("ab", k=60):
+            text += letter
+            if stop.push(chat.encode(letter)[0]):
+                break
+            held = max(n for n in range(12) if any(text.endswith(s[:n]) for s in strings if n < len(s)))
+            assert stop.text == text[: len(text) - held]
 
 
 def test_visible_text_only_grows():

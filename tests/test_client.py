@@ -66,6 +66,17 @@ def test_a_server_that_knows_no_origins_is_talked_to_without(aquiline, scripted)
     assert not {"top_k", "min_p", "repetition_penalty"} & set(scripted.bodies[0])  # which not every server knows
 
 
+def test_nulls_and_thoughts_as_other_servers_write_them(aquiline, scripted):  # noqa: F811
+    deltas = [None, {"reasoning_content": "so"}, {"reasoning": "me"}, {"reasoning": "", "content": "thing"}, {}]
+    chunks = [{"error": None, "usage": None, "choices": [{"delta": delta}]} for delta in deltas]
+    told = {"choices": [], "usage": {"completion_tokens": 3, "aquiline": None}}
+    scripted.answers += [[*chunks, told, "[DONE]"]] * 2
+    code, out, err = aquiline("chat", "--server", scripted.url, stdin=b"hi\nyou\n")
+    assert (code, out) == (0, "some\n\nthing\n" * 2)
+    assert "3 tokens" in err
+    assert [m["content"] for m in scripted.bodies[1]["messages"]] == ["hi", "thing", "you"]
+
+
 def test_what_goes_wrong_is_one_line(aquiline, scripted, monkeypatch):  # noqa: F811
     def failing(*answers):
         scripted.answers += answers

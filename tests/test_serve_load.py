@@ -280,6 +280,10 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     assert serve._key(None) is None
     monkeypatch.setenv(serve.KEY, "one")
     assert serve._key(None) == "one"
+    monkeypatch.setenv(serve.KEY, " one\r\n")
+    assert serve._key(None) == "one"
+    monkeypatch.setenv(serve.KEY, " ")
+    assert serve._key(None) is None
     (tmp_path / "key").write_text("two\n")
     assert serve._key(tmp_path / "key") == "two"
     (tmp_path / "key").write_text("\n")

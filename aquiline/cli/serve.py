@@ -68,7 +68,7 @@ def serve(
 def _key(file: Path | None) -> str | None:
     """The API key, from the file or the environment."""
     if file is None:
-        return os.environ.get(KEY) or None
+        return os.environ.get(KEY, "").strip() or None
     try:
         key = file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +302,8 @@ class Chat:
 
     @cached_property
     def _byte_level(self) -> bool:
-        return '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
+        decoder = self._backend.decoder  # its pickled state is its JSON; the whole tokenizer's is megabytes
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def text_stream(self) -> "TextStream":
         """An incremental `text`."""
@@ -330,6 +331,9 @@ class Chat:
         return _short_hash(self.tokenizer.chat_template)
 
 
+_MOST_UNFINISHED = 64  # tokens; some decoders show a run of bytes as nothing but U+FFFD until it ends in a character
+
+
 class TextStream:
     """Token ids in, text out, never splitting a character: an unfinished one is held back until it is complete.
 
@@ -355,7 +359,23 @@ class TextStream:
             del self._window[: self._whole]
             self._whole = len(self._window)
             self._sent = len(self._decode(self._window))
+        elif len(self._window) - self._whole > _MOST_UNFINISHED:
+            delta += self._let_go(text)
         return delta
+
+    def _let_go(self, text: str) -> str:
+        """Shorten a window, whose text is given, in which no character will be finished but at its very end."""
+        if self._sent == len(text):  # ids without text
+            del self._window[self._whole :]
+            return ""
+        for cut in range(len(self._window) - 4, len(self._window) - 12, -1):  # a character has four bytes at most
+            known = self._decode(self._window[:cut])
+            if known + self._decode(self._window[cut:]) == text:
+                delta = text[self._sent : len(known)]
+                del self._window[:cut]
+                self._whole, self._sent = 0, max(0, self._sent - len(known))
+                return delta
+        return ""
 
     def finish(self) -> str:
         """The held back rest, unfinished characters as U+FFFD."""
@@ -383,7 +403,7 @@ class StopMatcher:
     def __init__(self, stop_ids: frozenset[int], stop_strings: tuple[str, ...], stream: TextStream) -> None:
         self.result: StopResult | None = None
         self._stop_ids = stop_ids
-        self._stop_strings = stop_strings
+        self._stop_strings = [_Begun(string) for string in stop_strings]
         self._stream = stream
         self._unread: list[int] = []
         self._text = ""
@@ -414,29 +434,53 @@ class StopMatcher:
         self._read()
         if self._finished:
             return self._text
-        held = 0
-        for string in self._stop_strings:
-            longest = min(len(string) - 1, len(self._text))
-            held = max(held, next((n for n in range(longest, 0, -1) if self._text.endswith(string[:n])), 0))
+        held = max((begun.length for begun in self._stop_strings), default=0)
         return self._text[: len(self._text) - held]
 
     def _read(self) -> None:
-        """Turn the tokens not yet read into text and look for the stop strings where they may have been completed."""
+        """Turn the tokens not yet read into text, up to the stop string that is completed first, if one is."""
         if not self._unread:
             return
-        old = len(self._text)
-        self._text += self._stream.push(self._unread)
+        end, delta = len(self._text), self._stream.push(self._unread)
+        self._text += delta
         self._unread = []
-        found = []
-        for string in self._stop_strings:
-            start = self._text.find(string, max(0, old - len(string) + 1))
-            if start >= 0:
-                found.append((start + len(string), start, string))
-        if found:
-            _, start, string = min(found)
-            self._text = self._text[:start]
-            self.result = StopResult(stop_string=string)
-            self._finished = True
+        for letter in delta if self._stop_strings else "":
+            end += 1
+            met = [begun.string for begun in self._stop_strings if begun.push(letter)]
+            if met:
+                string = max(met, key=len)
+                self._text = self._text[: end - len(string)]
+                self.result = StopResult(stop_string=string)
+                self._finished = True
+                return
+
+
+class _Begun:
+    """How many letters of a string a text ends with, kept up letter by letter (Knuth, Morris and Pratt)."""
+
+    def __init__(self, string: str) -> None:
+        self.string, self.length = string, 0
+        self._shorter = _shorter(string)
+
+    def push(self, letter: str) -> bool:
+        """Whether the string is completed, after which nothing may follow."""
+        while self.length and self.string[self.length] != letter:
+            self.length = self._shorter[self.length - 1]
+        self.length += self.string[self.length] == letter
+        return self.length == len(self.string)
+
+
+@lru_cache(64)  # the choices of one call have the same
+def _shorter(string: str) -> tuple[int, ...]:
+    """For every beginning of a string: how many letters of the string it ends with, itself apart."""
+    found = [0] * len(string)
+    length = 0
+    for at in range(1, len(string)):
+        while length and string[at] != string[length]:
+            length = found[length - 1]
+        length += string[at] == string[length]
+        found[at] = length
+    return tuple(found)
 
 
 # The letters by which byte-level tokenizers write bytes: printable ones are themselves, the others follow from 256 on.

@@ -71,7 +71,7 @@ class Endpoint:
                     if data:
                         chunk = json.loads(data)
                         require(isinstance(chunk, dict), f"the server's answer is not one: {data[:200]!r}")
-                        require("error" not in chunk, f"the server broke off: {_message(chunk)}")
+                        require(not chunk.get("error"), f"the server broke off: {_message(chunk)}")
                         yield chunk
         except urllib.error.HTTPError as error:
             try:

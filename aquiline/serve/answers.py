@@ -62,7 +62,7 @@ class _Reply:
     """One choice as it comes."""
 
     tokens: Tokens
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     shown: list[Token] = field(default_factory=list)
     tree: DrawnTree | None = None
     begun: bool = False
@@ -80,22 +80,25 @@ class Answer:
         self._logprobs = any(request.logprobs is not None for request in asked.requests)
         self._replies = [_Reply(Tokens(chat)) for _ in asked.requests]
 
-    def take(self, index: int, step: Step) -> list[Token]:
-        """A step of one of the replies; the tokens it makes visible, where anybody asked for them."""
+    def take(self, index: int, step: Step) -> None:
+        """Keep a step of one of the replies for the whole."""
         reply = self._replies[index]
-        reply.text += step.text
+        reply.texts.append(step.text)
+        reply.shown += self._shown(index, step)
+
+    def _shown(self, index: int, step: Step) -> list[Token]:
+        """The tokens that a step makes visible, where anybody asked for them."""
+        reply = self._replies[index]
         reply.finish_reason = step.finish_reason
         if not (self._body.token_origins or self._logprobs):
             return []
-        shown = reply.tokens.take(step)
-        reply.shown += shown
         reply.tree = _tree(self._chat, step) if self._body.token_origins else None
-        return shown
+        return reply.tokens.take(step)
 
     def chunk(self, index: int, step: Step) -> dict[str, Any] | None:
         """What a stream says of a step; None where nothing of it is visible."""
         reply = self._replies[index]
-        shown = self.take(index, step)
+        shown = self._shown(index, step)
         if not (step.text or shown or step.last or not reply.begun):
             return None
         if self._chats:
@@ -115,10 +118,9 @@ class Answer:
         """The answer once every reply has ended."""
         choices = []
         for index, reply in enumerate(self._replies):
-            message = {"role": "assistant", "content": reply.text, "refusal": None}
-            choices.append(
-                self._choice(index, {"message": message} if self._chats else {"text": reply.text}, reply.shown)
-            )
+            text = "".join(reply.texts)
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choices.append(self._choice(index, {"message": message} if self._chats else {"text": text}, reply.shown))
         return self._head(chunk=False) | {"choices": choices, "usage": self.usage()}
 
     def _choice(self, index: int, said: dict[str, Any], shown: list[Token]) -> dict[str, Any]:

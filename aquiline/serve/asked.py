@@ -11,6 +11,7 @@ from aquiline.api import Model
 from aquiline.config import DEFAULT_TREE, TreeConfig, UserError
 from aquiline.data.grammar import Grammars, JsonGrammar
 from aquiline.decode.engine import Engine, Request
+from aquiline.decode.sampling import Sampler
 from aquiline.serve.errors import Refused
 from aquiline.serve.schema import ChatBody, CompletionBody, Generation, JsonSchemaFormat, TextFormat
 
@@ -45,7 +46,7 @@ def asked(model: Model, engine: Engine, grammars: Grammars | None, body: ChatBod
     """Refused, with the field to blame, for what the engine would not run. `grammars` None: the model has none."""
     check_name(model, body.model or model.target_name)
     field = "messages" if isinstance(body, ChatBody) else "prompt"
-    prompts = _to_blame(field, model, lambda: _prompts(model, body))
+    prompts = _prompts(model, body)
     for ids in prompts:
         if not ids:
             raise Refused(400, "the prompt is empty: give at least one token", param=field)
@@ -57,11 +58,15 @@ def asked(model: Model, engine: Engine, grammars: Grammars | None, body: ChatBod
                 code="context_length_exceeded",
             )
     seed = secrets.randbelow(_WHOLE) if body.seed is None else body.seed
+    grammar = _grammar(model, grammars, body) if isinstance(body, ChatBody) else None
     requests = [
-        _request(model, grammars, body, ids, (seed + choice) % _WHOLE) for ids in prompts for choice in range(body.n)
+        _request(model, body, ids, grammar.copy() if grammar and choice else grammar, (seed + choice) % _WHOLE)
+        for ids in prompts
+        for choice in range(body.n)
     ]
+    _to_blame("logit_bias", model, lambda: Sampler(requests[0].sampling, (), model.target.config.vocab_size))
     for request in requests:
-        _to_blame("logit_bias" if body.logit_bias else field, model, functools.partial(engine.check, request))
+        _to_blame(field, model, functools.partial(engine.check, request))
     return Asked(requests, sum(map(len, prompts)))
 
 
@@ -76,21 +81,27 @@ def _to_blame(field: str, model: Model, make: Callable[[], T]) -> T:
 
 def _prompts(model: Model, body: ChatBody | CompletionBody) -> list[list[int]]:
     if isinstance(body, ChatBody):
+        messages = [message.plain() for message in body.messages]
+        if body.chat_template_kwargs:
+            _to_blame("messages", model, lambda: model.chat.render(messages, **model.template_kwargs))
         settings = model.template_kwargs | body.chat_template_kwargs
-        return [model.chat.render([message.plain() for message in body.messages], **settings)]
+        field = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
+        return [_to_blame(field, model, lambda: model.chat.render(messages, **settings))]
     prompt = body.prompt
     texts: list[Any] = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else list(prompt)
-    return [model.chat.encode(text) if isinstance(text, str) else list(text) for text in texts]
+    return [
+        _to_blame("prompt", model, functools.partial(model.chat.encode, text)) if isinstance(text, str) else list(text)
+        for text in texts
+    ]
 
 
 def _request(
-    model: Model, grammars: Grammars | None, body: ChatBody | CompletionBody, ids: list[int], seed: int
+    model: Model, body: ChatBody | CompletionBody, ids: list[int], grammar: JsonGrammar | None, seed: int
 ) -> Request:
-    most, logprobs, grammar = body.max_tokens, body.logprobs, None
+    most, logprobs = body.max_tokens, body.logprobs
     if isinstance(body, ChatBody):
         most = body.max_completion_tokens if most is None else most
         logprobs = body.top_logprobs if logprobs else None
-        grammar = _grammar(model, grammars, body)
     tree = None if model.draft is None else _tree(body)
     return model.request(
         ids,

@@ -10,6 +10,7 @@ from aquiline.data.chat import Message
 from aquiline.data.server import Endpoint
 
 _EXTRAS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")  # not all know all
+_THOUGHTS = ("reasoning_content", "reasoning")  # what a server took out of the content: vLLM wrote both names in turn
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,30 @@ class RemoteConversation:
         self.summary: Summary | None = None  # of the last reply
 
     def say(self, text: str, *, origins: bool) -> Iterator[Piece]:
-        """Add a user's turn and stream the reply. One that is left early, or broken off, leaves no trace."""
+        """Add a user's turn and stream the reply. One that is left early, or broken off, leaves no trace.
+
+        What a server tells of its model's thoughts is shown, with an empty line behind it, and not sent back.
+        """
         question: Message = {"role": "user", "content": text}
         body = self._body | {"messages": [*self._system, *self.messages, question]}
         usage: dict[str, Any] = {}
-        reply, started, finish = "", time.perf_counter(), ""
+        reply, thinks, started, finish = "", False, time.perf_counter(), ""
         for chunk in self._chunks(body, origins):
             usage = chunk.get("usage") or usage
             for choice in chunk.get("choices") or ():
                 finish = choice.get("finish_reason") or finish
-                said = choice.get("delta", {}).get("content") or ""
+                delta, told = choice.get("delta") or {}, choice.get("aquiline")
+                said = delta.get("content") or ""
+                thought = "" if told else next((delta[key] for key in _THOUGHTS if delta.get(key)), "")
+                if thought:
+                    thinks = True
+                    yield Piece(thought, None)
+                elif said and thinks:
+                    thinks = False
+                    yield Piece("\n\n", None)
                 reply += said
-                told = choice.get("aquiline")
                 yield Piece(said, None if told is None else [(t["text"], t["origin"]) for t in told["tokens"]])
-        tau = usage.get("aquiline", {}).get("tau")
+        tau = (usage.get("aquiline") or {}).get("tau")
         self.summary = Summary(finish, usage.get("completion_tokens"), time.perf_counter() - started, tau)
         if reply:
             self.messages += [question, {"role": "assistant", "content": reply}]

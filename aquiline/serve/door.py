@@ -13,7 +13,7 @@ from aquiline.serve.errors import Refused
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _OPEN = ("/", "/health", "/ready", "/openapi.json")  # without a key
-_HEADER_BYTES = 2**15
+HEADER_BYTES = 2**15
 _BODY_SECONDS = 30.0
 _ENDURED = 8  # times the largest body
 
@@ -68,8 +68,8 @@ class Door:
         await self._app(scope, again if scope["method"] == "POST" else receive, send)
 
     def _check(self, scope: Scope) -> None:
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > _HEADER_BYTES:
-            raise Refused(431, f"the headers are larger than {_HEADER_BYTES} bytes", code="headers_too_large")
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
+            raise Refused(431, f"the headers are larger than {HEADER_BYTES} bytes", code="headers_too_large")
         headers = dict(reversed(scope["headers"]))  # the first of each
         host = headers.get(b"host", b"").decode("latin-1")
         if self._names is not None and _without_port(host) not in self._names:

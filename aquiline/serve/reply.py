@@ -106,8 +106,9 @@ class Reply(Response):
             if step.fault is not None:
                 raise step.fault
             answer.take(index, step)
+        whole = await asyncio.to_thread(answer.whole)  # logprobs of many long replies take a while to write down
         async with asyncio.timeout(_SEND_SECONDS):
-            await send_json(send, 200, answer.whole())
+            await send_json(send, 200, whole)
 
     async def _as_stream(self, answer: Answer, steps: AsyncIterator[tuple[int, Step]], send: Send) -> None:
         """Nothing is sent before the first token: until then an error has a status of its own."""

@@ -6,7 +6,7 @@ A null asks for nothing, as in OpenAI's own clients, and counts as left out. Wha
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 MOST_CHOICES = 16  # of one call, for each of its prompts
 
@@ -59,11 +59,12 @@ class Generation(Body):
     safety_identifier: str = ""
     prompt_cache_key: str = ""
 
-    @model_validator(mode="after")
-    def _options_of_a_stream(self) -> "Generation":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for streams only: set stream, or leave it out")
-        return self
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, value: Any, others: ValidationInfo) -> Any:
+        if not others.data.get("stream"):
+            raise ValueError("this is for streams only: set stream, or leave it out")
+        return value
 
 
 class TextPart(Body):
@@ -118,15 +119,26 @@ class ChatBody(Generation):
     chat_template_kwargs: dict[str, Any] = {}
     modalities: list[Literal["text"]] = []
 
-    @model_validator(mode="after")
-    def _agrees(self) -> "ChatBody":
-        if "add_generation_prompt" in self.chat_template_kwargs:
-            raise ValueError("chat_template_kwargs may not hold add_generation_prompt: a reply is always asked for")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens mean the same: give one of them")
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is given without logprobs: set logprobs, or leave it out")
-        return self
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _asks_for_a_reply(cls, value: Any) -> Any:
+        if "add_generation_prompt" in value:
+            raise ValueError("it may not hold add_generation_prompt: a reply is always asked for")
+        return value
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _is_one_limit(cls, value: Any, others: ValidationInfo) -> Any:
+        if others.data.get("max_tokens") is not None:
+            raise ValueError("max_tokens means the same: give one of them")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _of_logprobs(cls, value: Any, others: ValidationInfo) -> Any:
+        if value and not others.data.get("logprobs"):
+            raise ValueError("it is given without logprobs: set logprobs, or leave it out")
+        return value
 
 
 class CompletionBody(Generation):

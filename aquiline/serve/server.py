@@ -28,7 +28,7 @@ from aquiline.data.grammar import Grammars
 from aquiline.decode.engine import Engine
 from aquiline.serve.answers import Answer
 from aquiline.serve.asked import asked, check_name, count
-from aquiline.serve.door import LOOPBACK, Door
+from aquiline.serve.door import HEADER_BYTES, LOOPBACK, Door
 from aquiline.serve.errors import Refused
 from aquiline.serve.forms import ChatAnswer, Models, ServedModel, Status, TextAnswer, documented
 from aquiline.serve.loop import EngineLoop
@@ -261,6 +261,7 @@ def make_server(service: Service, key: str | None = None) -> Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        h11_max_incomplete_event_size=2 * HEADER_BYTES,  # names, values and what stands between them, in one piece
         limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=None,
     )
