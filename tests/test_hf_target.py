@@ -326,6 +326,27 @@ def test_a_mask_or_cache_that_is_ignored_is_found(pairs, monkeypatch, wrong):
         check(target)
 
 
+def test_one_token_that_is_wrong_is_found_in_16_bits(tmp_path, monkeypatch):
+    write_model(tmp_path, *CASES["olmo2"])
+    target = checkpoint.load_target(tmp_path, torch.bfloat16, capture_after=(0, 1, 2))
+    tree_pass = hf_check._tree_pass
+
+    def wrong(*given):
+        states = tree_pass(*given)
+        states[3] = -states[3]
+        return states
+
+    monkeypatch.setattr(hf_check, "_tree_pass", wrong)
+    with pytest.raises(UserError, match="another model's"):
+        check(target)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_healthy_models_pass_in_16_bits(tmp_path, name):
+    write_model(tmp_path, *CASES[name])
+    checkpoint.load_target(tmp_path, torch.bfloat16, capture_after=(0, 1, 2))
+
+
 def test_positions_that_are_ignored_are_found(pairs, monkeypatch):
     _, target = pairs("llama")
     rotary = modeling_llama.LlamaRotaryEmbedding.forward
