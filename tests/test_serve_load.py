@@ -21,6 +21,7 @@ import pytest
 from aquiline.cli import main as cli
 from aquiline.cli import serve
 from aquiline.config import UserError
+from aquiline.data.grammar import JsonGrammar
 from aquiline.decode.engine import Request
 from aquiline.serve.answers import Answer
 from aquiline.serve.loop import Job
@@ -243,6 +244,124 @@ def test_a_request_that_has_not_begun_goes_to_the_next_engine(quick, alone, capl
     quick.service.loop.engine._step = lambda: 1 / 0
     assert text_of(ask(quick.client(), max_tokens=9)) == alone.generate(HI, max_new_tokens=9).text
     assert quick.service.metrics.registry.get_sample_value("aquiline_engine_faults_total") == 1
+    until(lambda: idle(quick.service))
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+def panic():
+    raise Panic
+
+
+def test_a_request_with_which_every_engine_fails_is_failed_alone(quick, alone, caplog):
+    gate, make = Gate(quick.service), quick.service.loop._make_engine
+
+    def weak():
+        engine = make()
+        step = engine._step
+
+        def try_step():
+            if any(request.sampling.seed == 13 for request, _ in engine._waiting):
+                panic()
+            return step()
+
+        engine._step = try_step
+        return engine
+
+    quick.service.loop._make_engine, quick.service.loop.engine._step = weak, panic
+    bad = in_thread(lambda: ask(quick.client(), max_tokens=9, seed=13))
+    taken(quick.service, 1)
+    good = [in_thread(lambda: ask(quick.client(), max_tokens=9, seed=1)) for _ in range(3)]
+    taken(quick.service, 4)
+    gate.open()
+    with pytest.raises(openai.InternalServerError) as failed:
+        bad()
+    assert (failed.value.status_code, failed.value.code) == (500, "engine_fault")
+    expected = alone.generate(HI, max_new_tokens=9).text
+    assert {text_of(call()) for call in good} == {expected}
+    until(lambda: idle(quick.service))
+    assert quick.service.metrics.registry.get_sample_value("aquiline_engine_faults_total") == 2
+    assert not quick.service.loop.dead
+
+
+def test_engines_that_always_fail_end_the_server(folders, no_cache, caplog):  # noqa: F811
+    with serving(load(folders, "none"), max_batch=2, queue=6) as running:
+        loop = running.service.loop
+        gate, make = Gate(running.service), loop._make_engine
+        loop._try = lambda engine, size: None
+
+        def broken():
+            engine = make()
+            engine._step = panic
+            return engine
+
+        loop._make_engine, loop.engine._step = broken, panic
+        calls = [in_thread(lambda: ask(running.client(), max_tokens=9)) for _ in range(8)]
+        taken(running.service, 8)
+        gate.open()
+        codes = []
+        for call in calls:
+            with pytest.raises(openai.InternalServerError) as failed:
+                call()
+            codes.append(failed.value.status_code)
+        assert sorted(codes) == [500] * 3 + [503] * 5
+        assert loop.dead
+        until(lambda: running.server.should_exit)
+
+
+def test_a_panic_anywhere_in_the_engines_thread_is_not_silent(folders, no_cache, caplog):  # noqa: F811
+    with serving(load(folders, "none")) as running:
+        running.service.metrics.look = lambda *_: panic()
+        with pytest.raises(openai.InternalServerError) as failed:
+            ask(running.client(), max_tokens=400)
+        assert failed.value.status_code == 503
+        assert running.service.loop.dead
+        until(lambda: running.server.should_exit)
+
+
+def test_a_text_that_cannot_be_read_fails_its_request_alone(quick, alone, caplog):
+    gate, loop = Gate(quick.service), quick.service.loop
+    stream = in_thread(lambda: ask(quick.client(), stream=True, max_tokens=9))
+    taken(quick.service, 1)
+    gate.let(1)
+    other = in_thread(lambda: ask(quick.client(), max_tokens=9))
+    taken(quick.service, 2)
+    chunks = iter(stream())
+    next(chunks)
+    (job, *_) = loop._jobs.values()
+    job.told_ids = "no number"
+    gate.open()
+    with pytest.raises(openai.APIError, match="could not be read"):
+        list(chunks)
+    assert text_of(other()) == alone.generate(HI, max_new_tokens=9).text
+    until(lambda: idle(quick.service))
+    assert quick.service.metrics.registry.get_sample_value("aquiline_engine_faults_total") == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_grammar_in_error_is_a_fault_only_where_it_cut_the_text(quick, monkeypatch, late):
+    def error(self):
+        return "a limit\nand the state of the library" if late is self._ended else None
+
+    def commit(self, tokens, commit=JsonGrammar.commit):
+        commit(self, tokens)
+        self._ended = self._ended or not set(tokens).isdisjoint(self._stop_ids)
+
+    monkeypatch.setattr(JsonGrammar, "_ended", False, raising=False)
+    monkeypatch.setattr(JsonGrammar, "error", property(error))
+    monkeypatch.setattr(JsonGrammar, "commit", commit)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "abc"}}}
+    if late:
+        answer = ask(quick.client(), response_format=form, max_tokens=50)
+        assert (text_of(answer), answer.choices[0].finish_reason) == ('"abc"', "stop")
+        return
+    with pytest.raises(openai.BadRequestError) as failed:
+        ask(quick.client(), response_format=form, max_tokens=50)
+    assert failed.value.code == "grammar"
+    assert "a limit" in failed.value.message
+    assert "library" not in failed.value.message
     until(lambda: idle(quick.service))
 
 
