@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,8 @@ from aquiline.config import UserError
 from aquiline.data.grammar import JsonGrammar
 from aquiline.decode.engine import Request
 from aquiline.serve.answers import Answer
-from aquiline.serve.loop import Job
+from aquiline.serve.loop import Job, Step
+from aquiline.serve.reply import Places, Reply
 from tests.serving import WAIT, Gate, serving, until
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
 from tests.test_serve import HI, TREE, ask, error_of, joined, no_cache, post, text_of  # noqa: F401 (a fixture)
@@ -411,20 +411,53 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
             serve._key(path)
 
 
-def test_who_does_not_read_loses_the_connection(quick, monkeypatch):
-    monkeypatch.setattr("aquiline.serve.reply._SEND_SECONDS", 0.2)
-    host, port = quick.address.split(":")
-    quick.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those accepted there have it, too
+def ask_and_not_read(running, **body):
+    """A connection with hardly a buffer, on which a call has been sent."""
+    host, port = running.address.split(":")
+    running.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those accepted there have it, too
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     listener.connect((host, int(port)))
-    body = {"messages": HI, "max_tokens": 100, "stream": True, "logprobs": True, "top_logprobs": 20}
-    data = json.dumps(body).encode()
+    data = json.dumps({"messages": HI, "max_tokens": 100, "logprobs": True, **body}).encode()
     listener.sendall(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(data) + data
     )
-    taken(quick.service, 1)
+    taken(running.service, 1)
+    return listener
+
+
+def test_who_never_reads_does_not_keep_the_server_from_ending(folders, no_cache, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("aquiline.serve.server._CLOSE_SECONDS", 1)
+    with serving(load(folders, "none")) as running:
+        listener = ask_and_not_read(running, top_logprobs=5)  # less than is written without waiting for the reader
+        until(lambda: idle(running.service))
+        unread = [c.transport.get_write_buffer_size() for c in running.server.server_state.connections]
+        assert max(unread) > 0
+    listener.close()
+
+
+def test_a_reply_is_sent_until_its_deadline_however_slowly_it_is_read(monkeypatch):
+    monkeypatch.setattr("aquiline.serve.reply._SEND_SECONDS", 0.1)
+    sent, places = [], Places(1, 1)
+    loop = SimpleNamespace(cancel=lambda jobs: None)
+    loop.submit = lambda jobs: [jobs[0].tell(Step("a")) for _ in range(1000)]
+    answer = SimpleNamespace(id="x", chunk=lambda index, step: {"text": step.text})
+    asked = SimpleNamespace(requests=[Request([1])], prompt_tokens=1)
+
+    async def send(message):
+        sent.append(message)
+        await asyncio.sleep(0.02)
+
+    reply = Reply(loop, places, 1, True, 0.1, lambda: asked, lambda _: answer)
+    asyncio.run(asyncio.wait_for(reply({}, asyncio.Event().wait, send), WAIT))
+    assert len(sent) < 100
+    assert places.taken == 0
+
+
+def test_who_does_not_read_loses_the_connection(quick, monkeypatch):
+    monkeypatch.setattr("aquiline.serve.reply._SEND_SECONDS", 0.2)
+    listener = ask_and_not_read(quick, stream=True, top_logprobs=20)
     until(lambda: idle(quick.service))
     listener.settimeout(WAIT)
     received = b"".join(iter(lambda: listener.recv(2**16), b""))
@@ -566,18 +599,17 @@ def client_of(where, **more):
     return openai.OpenAI(base_url=f"http://{where.address}/v1", api_key="k", max_retries=0, timeout=WAIT, **more)
 
 
+def under_way(where) -> int:
+    text = post(where, b"", "/metrics", method="GET")[2].decode()
+    return sum(int(count) for count in re.findall(r"aquiline_requests_(?:running|waiting) (\d+)", text))
+
+
 def test_the_first_signal_lets_what_runs_end(folders, alone):  # noqa: F811
     where = start(folders)
     expected = alone.generate(HI, max_new_tokens=200).text
     calls = [in_thread(lambda: ask(client_of(where), max_tokens=200)) for _ in range(6)]
     calls += [in_thread(lambda: joined(list(ask(client_of(where), max_tokens=200, stream=True)))) for _ in range(6)]
-    metric = r"aquiline_requests_(running|waiting) (\d+)"
-
-    def under_way():
-        text = post(where, b"", "/metrics", method="GET")[2].decode()
-        return sum(int(count) for _, count in re.findall(metric, text))
-
-    until(lambda: under_way() == 12)
+    until(lambda: under_way(where) == 12)
     where.process.send_signal(signal.SIGTERM)
     refused = set()
     while not refused:
@@ -597,9 +629,9 @@ def test_the_first_signal_lets_what_runs_end(folders, alone):  # noqa: F811
 def test_the_second_signal_ends_at_once(folders):  # noqa: F811
     where = start(folders, "--max-batch", "1")
     call = in_thread(lambda: ask(client_of(where), max_tokens=400, n=8))
-    time.sleep(0.1)
+    until(lambda: under_way(where) == 8)
     where.process.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
+    until(lambda: not ready(where))
     where.process.send_signal(signal.SIGTERM)
     assert where.process.wait(WAIT) == -signal.SIGTERM
     with pytest.raises(openai.APIConnectionError):
