@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +20,11 @@ import pytest
 from aquiline.cli import main as cli
 from aquiline.cli import serve
 from aquiline.config import UserError
+from aquiline.data.grammar import JsonGrammar
 from aquiline.decode.engine import Request
 from aquiline.serve.answers import Answer
-from aquiline.serve.loop import Job
+from aquiline.serve.loop import Job, Step
+from aquiline.serve.reply import Places, Reply
 from tests.serving import WAIT, Gate, serving, until
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
 from tests.test_serve import HI, TREE, ask, error_of, joined, no_cache, post, text_of  # noqa: F401 (a fixture)
@@ -246,6 +247,124 @@ def test_a_request_that_has_not_begun_goes_to_the_next_engine(quick, alone, capl
     until(lambda: idle(quick.service))
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+def panic():
+    raise Panic
+
+
+def test_a_request_with_which_every_engine_fails_is_failed_alone(quick, alone, caplog):
+    gate, make = Gate(quick.service), quick.service.loop._make_engine
+
+    def weak():
+        engine = make()
+        step = engine._step
+
+        def try_step():
+            if any(request.sampling.seed == 13 for request, _ in engine._waiting):
+                panic()
+            return step()
+
+        engine._step = try_step
+        return engine
+
+    quick.service.loop._make_engine, quick.service.loop.engine._step = weak, panic
+    bad = in_thread(lambda: ask(quick.client(), max_tokens=9, seed=13))
+    taken(quick.service, 1)
+    good = [in_thread(lambda: ask(quick.client(), max_tokens=9, seed=1)) for _ in range(3)]
+    taken(quick.service, 4)
+    gate.open()
+    with pytest.raises(openai.InternalServerError) as failed:
+        bad()
+    assert (failed.value.status_code, failed.value.code) == (500, "engine_fault")
+    expected = alone.generate(HI, max_new_tokens=9).text
+    assert {text_of(call()) for call in good} == {expected}
+    until(lambda: idle(quick.service))
+    assert quick.service.metrics.registry.get_sample_value("aquiline_engine_faults_total") == 2
+    assert not quick.service.loop.dead
+
+
+def test_engines_that_always_fail_end_the_server(folders, no_cache, caplog):  # noqa: F811
+    with serving(load(folders, "none"), max_batch=2, queue=6) as running:
+        loop = running.service.loop
+        gate, make = Gate(running.service), loop._make_engine
+        loop._try = lambda engine, size: None
+
+        def broken():
+            engine = make()
+            engine._step = panic
+            return engine
+
+        loop._make_engine, loop.engine._step = broken, panic
+        calls = [in_thread(lambda: ask(running.client(), max_tokens=9)) for _ in range(8)]
+        taken(running.service, 8)
+        gate.open()
+        codes = []
+        for call in calls:
+            with pytest.raises(openai.InternalServerError) as failed:
+                call()
+            codes.append(failed.value.status_code)
+        assert sorted(codes) == [500] * 3 + [503] * 5
+        assert loop.dead
+        until(lambda: running.server.should_exit)
+
+
+def test_a_panic_anywhere_in_the_engines_thread_is_not_silent(folders, no_cache, caplog):  # noqa: F811
+    with serving(load(folders, "none")) as running:
+        running.service.metrics.look = lambda *_: panic()
+        with pytest.raises(openai.InternalServerError) as failed:
+            ask(running.client(), max_tokens=400)
+        assert failed.value.status_code == 503
+        assert running.service.loop.dead
+        until(lambda: running.server.should_exit)
+
+
+def test_a_text_that_cannot_be_read_fails_its_request_alone(quick, alone, caplog):
+    gate, loop = Gate(quick.service), quick.service.loop
+    stream = in_thread(lambda: ask(quick.client(), stream=True, max_tokens=9))
+    taken(quick.service, 1)
+    gate.let(1)
+    other = in_thread(lambda: ask(quick.client(), max_tokens=9))
+    taken(quick.service, 2)
+    chunks = iter(stream())
+    next(chunks)
+    (job, *_) = loop._jobs.values()
+    job.told_ids = "no number"
+    gate.open()
+    with pytest.raises(openai.APIError, match="could not be read"):
+        list(chunks)
+    assert text_of(other()) == alone.generate(HI, max_new_tokens=9).text
+    until(lambda: idle(quick.service))
+    assert quick.service.metrics.registry.get_sample_value("aquiline_engine_faults_total") == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_grammar_in_error_is_a_fault_only_where_it_cut_the_text(quick, monkeypatch, late):
+    def error(self):
+        return "a limit\nand the state of the library" if late is self._ended else None
+
+    def commit(self, tokens, commit=JsonGrammar.commit):
+        commit(self, tokens)
+        self._ended = self._ended or not set(tokens).isdisjoint(self._stop_ids)
+
+    monkeypatch.setattr(JsonGrammar, "_ended", False, raising=False)
+    monkeypatch.setattr(JsonGrammar, "error", property(error))
+    monkeypatch.setattr(JsonGrammar, "commit", commit)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "abc"}}}
+    if late:
+        answer = ask(quick.client(), response_format=form, max_tokens=50)
+        assert (text_of(answer), answer.choices[0].finish_reason) == ('"abc"', "stop")
+        return
+    with pytest.raises(openai.BadRequestError) as failed:
+        ask(quick.client(), response_format=form, max_tokens=50)
+    assert failed.value.code == "grammar"
+    assert "a limit" in failed.value.message
+    assert "library" not in failed.value.message
+    until(lambda: idle(quick.service))
+
+
 def test_an_engine_that_cannot_be_replaced_ends_the_server(folders, no_cache, caplog):  # noqa: F811
     with serving(load(folders, "none"), max_batch=2, queue=2) as running:
         gate = Gate(running.service)
@@ -292,20 +411,53 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
             serve._key(path)
 
 
-def test_who_does_not_read_loses_the_connection(quick, monkeypatch):
-    monkeypatch.setattr("aquiline.serve.reply._SEND_SECONDS", 0.2)
-    host, port = quick.address.split(":")
-    quick.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those accepted there have it, too
+def ask_and_not_read(running, **body):
+    """A connection with hardly a buffer, on which a call has been sent."""
+    host, port = running.address.split(":")
+    running.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those accepted there have it, too
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     listener.connect((host, int(port)))
-    body = {"messages": HI, "max_tokens": 100, "stream": True, "logprobs": True, "top_logprobs": 20}
-    data = json.dumps(body).encode()
+    data = json.dumps({"messages": HI, "max_tokens": 100, "logprobs": True, **body}).encode()
     listener.sendall(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(data) + data
     )
-    taken(quick.service, 1)
+    taken(running.service, 1)
+    return listener
+
+
+def test_who_never_reads_does_not_keep_the_server_from_ending(folders, no_cache, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("aquiline.serve.server._CLOSE_SECONDS", 1)
+    with serving(load(folders, "none")) as running:
+        listener = ask_and_not_read(running, top_logprobs=5)  # less than is written without waiting for the reader
+        until(lambda: idle(running.service))
+        unread = [c.transport.get_write_buffer_size() for c in running.server.server_state.connections]
+        assert max(unread) > 0
+    listener.close()
+
+
+def test_a_reply_is_sent_until_its_deadline_however_slowly_it_is_read(monkeypatch):
+    monkeypatch.setattr("aquiline.serve.reply._SEND_SECONDS", 0.1)
+    sent, places = [], Places(1, 1)
+    loop = SimpleNamespace(cancel=lambda jobs: None)
+    loop.submit = lambda jobs: [jobs[0].tell(Step("a")) for _ in range(1000)]
+    answer = SimpleNamespace(id="x", chunk=lambda index, step: {"text": step.text})
+    asked = SimpleNamespace(requests=[Request([1])], prompt_tokens=1)
+
+    async def send(message):
+        sent.append(message)
+        await asyncio.sleep(0.02)
+
+    reply = Reply(loop, places, 1, True, 0.1, lambda: asked, lambda _: answer)
+    asyncio.run(asyncio.wait_for(reply({}, asyncio.Event().wait, send), WAIT))
+    assert len(sent) < 100
+    assert places.taken == 0
+
+
+def test_who_does_not_read_loses_the_connection(quick, monkeypatch):
+    monkeypatch.setattr("aquiline.serve.reply._SEND_SECONDS", 0.2)
+    listener = ask_and_not_read(quick, stream=True, top_logprobs=20)
     until(lambda: idle(quick.service))
     listener.settimeout(WAIT)
     received = b"".join(iter(lambda: listener.recv(2**16), b""))
@@ -447,18 +599,17 @@ def client_of(where, **more):
     return openai.OpenAI(base_url=f"http://{where.address}/v1", api_key="k", max_retries=0, timeout=WAIT, **more)
 
 
+def under_way(where) -> int:
+    text = post(where, b"", "/metrics", method="GET")[2].decode()
+    return sum(int(count) for count in re.findall(r"aquiline_requests_(?:running|waiting) (\d+)", text))
+
+
 def test_the_first_signal_lets_what_runs_end(folders, alone):  # noqa: F811
     where = start(folders)
     expected = alone.generate(HI, max_new_tokens=200).text
     calls = [in_thread(lambda: ask(client_of(where), max_tokens=200)) for _ in range(6)]
     calls += [in_thread(lambda: joined(list(ask(client_of(where), max_tokens=200, stream=True)))) for _ in range(6)]
-    metric = r"aquiline_requests_(running|waiting) (\d+)"
-
-    def under_way():
-        text = post(where, b"", "/metrics", method="GET")[2].decode()
-        return sum(int(count) for _, count in re.findall(metric, text))
-
-    until(lambda: under_way() == 12)
+    until(lambda: under_way(where) == 12)
     where.process.send_signal(signal.SIGTERM)
     refused = set()
     while not refused:
@@ -478,9 +629,9 @@ def test_the_first_signal_lets_what_runs_end(folders, alone):  # noqa: F811
 def test_the_second_signal_ends_at_once(folders):  # noqa: F811
     where = start(folders, "--max-batch", "1")
     call = in_thread(lambda: ask(client_of(where), max_tokens=400, n=8))
-    time.sleep(0.1)
+    until(lambda: under_way(where) == 8)
     where.process.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
+    until(lambda: not ready(where))
     where.process.send_signal(signal.SIGTERM)
     assert where.process.wait(WAIT) == -signal.SIGTERM
     with pytest.raises(openai.APIConnectionError):

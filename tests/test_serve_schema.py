@@ -2,7 +2,9 @@
 
 import hypothesis
 import pytest
+from pydantic import ValidationError
 
+from aquiline.serve.schema import ChatBody, CompletionBody
 from tests.serving import serving
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
 from tests.test_serve import HI, no_cache  # noqa: F401 (a fixture)
@@ -68,3 +70,32 @@ def agree(body: dict) -> None:
     body.pop("chat_template_kwargs", None)
     if body.get("n", 1) > 8:
         body["n"] = 8
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionBody, {"prompt": [-1] * MANY}),
+        (CompletionBody, {"prompt": [[-1] * MANY]}),
+        (CompletionBody, {"prompt": [[-1]] * MANY}),
+        (CompletionBody, {"prompt": ["a", *[1] * MANY]}),
+        (ChatBody, {"messages": [{}] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]}),
+        (ChatBody, {"messages": [{"role": "user", "tool_calls": [1] * MANY}]}),
+        (ChatBody, {"messages": HI, "stop": [1] * MANY}),
+        (ChatBody, {"messages": HI, "modalities": [1] * MANY}),
+        (ChatBody, {"messages": HI, "logit_bias": {f"x{n}": "a" for n in range(MANY)}}),
+        (ChatBody, {"messages": HI} | {f"x{n}": 1 for n in range(MANY)}),
+        (ChatBody, {"messages": [{f"x{n}": 1 for n in range(MANY)}]}),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
+def test_a_body_of_many_faults_makes_few_errors(kind, body):
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() <= 4

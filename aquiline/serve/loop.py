@@ -3,6 +3,7 @@
 Handlers hand calls in and are told of every step; whatever they do meanwhile, the next cycle does not wait for it.
 """
 
+import json
 import logging
 import threading
 import time
@@ -20,6 +21,7 @@ from aquiline.serve.errors import Refused
 from aquiline.serve.metrics import Metrics
 
 _TRIED = 4  # tokens of a prompt, and of a reply, by which an engine is tried
+_FAULTS = 5  # without a token between them, after which no other engine is tried
 
 log = logging.getLogger("aquiline.serve")
 
@@ -79,6 +81,7 @@ class EngineLoop:
         self._coming: list[Sequence[Job]] = []
         self._leaving: list[Job] = []
         self._stopping = False
+        self._faults = 0  # since the last token
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -116,16 +119,18 @@ class EngineLoop:
                 self._feed()
                 self._turn()
                 self._metrics.look(self.engine, len(self._jobs))
-        except Exception:
+        except BaseException:  # a panic of a library in Rust is no Exception
             log.exception("the engine's thread has failed")
             self.dead = True
         with self._wake:
             self._stopping = True
             self._take_calls()
         gone = "the engine has failed" if self.dead else "the server has shut down"
-        self._fail(list(self._jobs.values()), Refused(503, gone, code="shutting_down"))
-        if self.dead:
-            self._died()
+        try:
+            self._fail(list(self._jobs.values()), Refused(503, gone, code="shutting_down"))
+        finally:
+            if self.dead:
+                self._died()
 
     def _try(self, engine: Engine, size: int) -> None:
         """Run a batch to its end. What a first use costs, above all to see which trees pay, then falls on nobody."""
@@ -170,39 +175,51 @@ class EngineLoop:
             self._calls = deque(call for call in kept if call)
 
     def _feed(self) -> None:
-        """Give the engine as many requests as it has slots, a call giving one at a time."""
-        while self._calls and self.engine.running + self.engine.waiting < self._slots:
+        """Give the engine as many requests as it has slots, a call giving one at a time.
+
+        After a fault it gets one alone, until a token has come: if it fails again, that one is to blame.
+        """
+        most = 1 if self._faults else self._slots
+        while self._calls and self.engine.running + self.engine.waiting < most:
             call = self._calls.popleft()
             job = call.popleft()
             if call:
                 self._calls.append(call)
-            self._submit(job)
-
-    def _submit(self, job: Job) -> None:
-        self.engine.submit(job.request)
-        job.request.submitted_at = job.came_at
+            self.engine.submit(job.request)
+            job.request.submitted_at = job.came_at
 
     def _turn(self) -> None:
         try:
             touched = self.engine.step()
-        except Exception:
+        except BaseException:
             log.exception("the engine has failed in a step, and the requests that ran with it")
             self._recover()
             return
         for request in touched:
-            self._tell(self._jobs[request])
+            self._faults = 0
+            job = self._jobs[request]
+            try:
+                self._tell(job)
+            except BaseException:
+                log.exception("a reply could not be read, and its request fails")
+                self.engine.cancel(request)
+                self._fail([job], Refused(500, "the reply could not be read", code="reply_fault"))
 
     def _recover(self) -> None:
-        """Those that had begun fail; those that waited go to a new engine, in their order."""
+        """Those that had begun fail; those that had not go to a new engine, before all others. At the second fault
+        without a token in between they fail as well.
+        """
         self._metrics.faults.inc()
-        begun = [job for job in self._jobs.values() if job.request.finish_reason or job.request.output_ids]
+        self._faults += 1
+        if self._faults == _FAULTS:
+            raise RuntimeError(f"{_FAULTS} faults, and no token between them")
+        not_given = {job for call in self._calls for job in call}
+        given = [job for job in self._jobs.values() if job not in not_given]
+        begun = [job for job in given if self._faults > 1 or job.request.finish_reason or job.request.output_ids]
         self._fail(begun, Refused(500, "the engine has failed; the request may be sent again", code="engine_fault"))
         self.engine = self._make_engine()
         self._try(self.engine, 1)
-        not_given = {job for call in self._calls for job in call}
-        for job in self._jobs.values():
-            if job not in not_given:
-                self._submit(job)
+        self._calls.extendleft(deque([job]) for job in reversed(given) if job.request in self._jobs)
 
     def _tell(self, job: Job) -> None:
         request = job.request
@@ -220,8 +237,9 @@ class EngineLoop:
         )
         job.told_ids, job.told_text, job.told_at = len(request.output_ids), len(text), now
         problem = request.grammar.error if isinstance(request.grammar, JsonGrammar) else None
-        if problem is not None:
+        if problem is not None and request.finish_reason in (None, "stop") and not _whole(text):
             self._drop([job])
+            problem = problem.partition("\n")[0]  # what follows is the library's state
             fault = f"the reply could not be kept to the response_format: {problem}"
             self._fail([job], Refused(400, fault, param="response_format", code="grammar"))
             return
@@ -234,8 +252,10 @@ class EngineLoop:
         """`fault` is why these jobs end."""
         for job in jobs:
             self._jobs.pop(job.request, None)
-            self._ended(job, fault.code or "fault")
-            self._send(job, Step(fault=fault))
+            try:
+                self._ended(job, fault.code or "fault")
+            finally:
+                self._send(job, Step(fault=fault))
 
     def _ended(self, job: Job, how: str) -> None:
         self._metrics.ended(job.request, how)
@@ -251,3 +271,12 @@ class EngineLoop:
 def _sizes(most: int) -> list[int]:
     """Powers of two up to the next one: for these, costs are measured."""
     return [min(2**n, most) for n in range((most - 1).bit_length() + 1)]
+
+
+def _whole(text: str) -> bool:
+    """Is it JSON to its end?"""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -18,7 +18,7 @@ from aquiline.serve.door import send_json
 from aquiline.serve.errors import Refused
 from aquiline.serve.loop import EngineLoop, Job, Step
 
-_SEND_SECONDS = 60.0  # for who does not read what was asked for
+_SEND_SECONDS = 60.0  # for who does not read what was asked for: of one part, and of all after the deadline
 
 log = logging.getLogger("aquiline.serve")
 
@@ -82,8 +82,9 @@ class Reply(Response):
             gone = asyncio.create_task(_disconnected(receive))
             gone.add_done_callback(leave)
             try:
-                await (self._as_stream if self._stream else self._as_whole)(answer, _each(steps, len(jobs)), send)
-            except (_Gone, TimeoutError):  # or does not read
+                async with asyncio.timeout(self._timeout + _SEND_SECONDS):
+                    await (self._as_stream if self._stream else self._as_whole)(answer, _each(steps, len(jobs)), send)
+            except (_Gone, TimeoutError):  # or does not read, or too slowly
                 pass
             finally:
                 gone.cancel()
@@ -123,7 +124,8 @@ class Reply(Response):
             if step.fault is not None and not begun:
                 raise step.fault
             if not begun:
-                await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+                async with asyncio.timeout(_SEND_SECONDS):
+                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
                 begun = True
             if step.fault is not None:
                 await put(step.fault.body, more=False)

@@ -6,12 +6,34 @@ A null asks for nothing, as in OpenAI's own clients, and counts as left out. Wha
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 MOST_CHOICES = 16  # of one call, for each of its prompts
+_MOST = 4096  # messages of a call, parts of a message
+_MOST_BIASES = 1024
+_MOST_FIELDS = 100  # of an object: each that is not known makes an error of its own
 
+# A list ends at its first fault: a small body could make a million of them.
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-TokenId = Annotated[int, Field(ge=0)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+BiasedId = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _few(value: Any) -> Any:
+    """Before any entry is looked at, for of an object every fault is kept."""
+    if isinstance(value, dict) and len(value) > _MOST_BIASES:
+        raise ValueError(f"{len(value)} entries are more than {_MOST_BIASES}")
+    return value
 
 
 class Body(BaseModel):
@@ -22,7 +44,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        if len(value) > _MOST_FIELDS:
+            raise ValueError(f"an object has {len(value)} fields, more than any that is taken")
+        return {k: v for k, v in value.items() if v is not None}
 
 
 class StreamOptions(Body):
@@ -37,7 +63,7 @@ class Generation(Body):
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] = []
     seed: int | None = Field(None, ge=0, lt=2**63)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -46,7 +72,7 @@ class Generation(Body):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Over prompt and output; 1 is off.")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[dict[BiasedId, Bias], BeforeValidator(_few)] = {}
     speculative: bool = Field(True, description="false decodes plainly: the same text, without the draft.")
     max_nodes: int | None = Field(None, ge=0, le=4096, description="The most nodes of a drafted tree.")
     token_origins: bool = Field(False, description="Say of every token at which depth it was drafted, and show trees.")
@@ -74,9 +100,9 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=_MOST, fail_fast=True)] | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(None, max_length=_MOST, fail_fast=True)
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -108,7 +134,7 @@ class JsonSchemaFormat(Body):
 
 
 class ChatBody(Generation):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=_MOST, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -117,7 +143,7 @@ class ChatBody(Generation):
         TextFormat(type="text")
     )
     chat_template_kwargs: dict[str, Any] = {}
-    modalities: list[Literal["text"]] = []
+    modalities: list[Literal["text"]] = Field([], fail_fast=True)
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -142,7 +168,7 @@ class ChatBody(Generation):
 
 
 class CompletionBody(Generation):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: Literal[1] = 1

@@ -37,6 +37,7 @@ from aquiline.serve.reply import Places, Reply
 from aquiline.serve.schema import ChatBody, CompletionBody
 
 _CONNECTIONS, _BACKLOG = 512, 512
+_CLOSE_SECONDS = 5  # at the end, for what has been answered and is not read yet
 _BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 16  # a body may have the larger of the two, for the whole context
 
 log = logging.getLogger("aquiline.serve")
@@ -248,6 +249,11 @@ class Server(uvicorn.Server):
             self.should_exit = True
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # of who does not read
+            connection.transport.abort()
+
 
 def make_server(service: Service, key: str | None = None) -> Server:
     host = service.config.host
@@ -263,7 +269,7 @@ def make_server(service: Service, key: str | None = None) -> Server:
         proxy_headers=False,
         h11_max_incomplete_event_size=2 * HEADER_BYTES,  # names, values and what stands between them, in one piece
         limit_concurrency=_CONNECTIONS,
-        timeout_graceful_shutdown=None,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
     return Server(config, service)
 
