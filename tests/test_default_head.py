@@ -1,14 +1,17 @@
 """The shipped head on the shipped target: equal text, and an accepted length that must not fall unnoticed."""
 
 import importlib.util
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 
 import aquiline
 from aquiline.api import load
+from aquiline.config import TreeConfig
 from tests.serving import serving
 
 ASSETS = Path(aquiline.__file__).parent / "assets"
@@ -59,3 +62,32 @@ def test_the_server_writes_the_same_alone_and_among_sixteen_others(model):
         assert all(isinstance(call.result(), str) for call in others)
         form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": ["red", "blue"]}}}
         assert ask("What colour is the sky?", response_format=form) in ('"red"', '"blue"')
+
+
+def test_the_official_client_is_served_as_generate_says(model, monkeypatch):
+    for module in ("asked", "loop"):
+        monkeypatch.setattr(f"aquiline.serve.{module}.DEFAULT_TREE", TreeConfig(3, 4, 10))  # which draws on any machine
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    form = {"type": "json_schema", "json_schema": {"name": "sky", "schema": schema | {"additionalProperties": False}}}
+    whole = model.generate(PROMPTS[0], max_new_tokens=24).text
+    with serving(model) as running:
+        client = running.client()
+
+        def ask(**settings):
+            settings = {"max_tokens": 24, "temperature": 0} | settings
+            messages = [{"role": "user", "content": PROMPTS[0]}]
+            return client.chat.completions.create(model=model.target_name, messages=messages, **settings)
+
+        drafted, plain = (ask(response_format=form, extra_body=more) for more in ({"max_nodes": 4}, {"max_nodes": 0}))
+        assert drafted.usage.aquiline["cycles"] > 0 == plain.usage.aquiline["cycles"]
+        text = drafted.choices[0].message.content
+        assert text == plain.choices[0].message.content
+        assert json.loads(text)["colour"] in ("red", "blue")
+        stopped = ask(stop=whole[10:14]).choices[0]
+        assert (stopped.message.content, stopped.finish_reason) == (whole[: whole.index(whole[10:14])], "stop")
+        content = ask(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        assert b"".join(bytes(entry.bytes) for entry in content).decode() == whole
+        assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)  # greedy
+        with pytest.raises(openai.BadRequestError, match="names token 999999") as refused:
+            ask(logit_bias={"999999": 1})
+        assert refused.value.param == "logit_bias"

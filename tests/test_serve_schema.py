@@ -17,6 +17,7 @@ CHECKS = [checks.status_code_conformance, checks.content_type_conformance, check
 CHECKS.append(schemathesis.checks.not_a_server_error)
 POSTS = ("POST /v1/chat/completions", "POST /v1/completions")
 GETS = ("GET /v1/models/{name}", "GET /v1/models", "GET /health", "GET /ready", "GET /metrics")
+STATUSES = (200, 400, 404, 413, 429, 504)
 CASES = [(route, valid) for route in (*POSTS, *GETS) for valid in (True, False) if valid or route in POSTS]
 
 
@@ -42,9 +43,10 @@ def test_no_body_makes_the_server_fail(document, route, valid):
         if isinstance(case.body, dict):
             case.body.pop("timeout", None)  # a short one is kept, by 504
             if valid:
-                agree(case.body)
+                agree(case.body, as_generated=len(answered) % 4 == 3)
         answer = case.call_and_validate(checks=CHECKS, timeout=60)
         answered.append(answer.status_code)
+        assert answer.status_code in STATUSES  # the document calls every other one an error
 
     answered: list[int] = []
     check()
@@ -52,13 +54,13 @@ def test_no_body_makes_the_server_fail(document, route, valid):
         assert answered.count(200) > most // 3  # it was asked for more than errors
 
 
-def agree(body: dict) -> None:
-    """What the document cannot say: of this model, and no field against another."""
+def agree(body: dict, as_generated: bool) -> None:
+    """What the document cannot say: of this model, and no field against another. `as_generated`: but for the prompt,
+    which may then be too long for the context, or hold ids of no token.
+    """
     body.pop("model", None)
-    if "messages" in body:
-        body["messages"] = HI
-    else:
-        body["prompt"] = "a b"
+    if not as_generated:
+        body |= {"messages": HI} if "messages" in body else {"prompt": "a b"}
     if "logit_bias" in body:
         body["logit_bias"] = {str(int(k) % 260): v for k, v in body["logit_bias"].items() if k.isdecimal()}
     if body.get("top_logprobs"):
