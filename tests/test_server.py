@@ -175,9 +175,9 @@ def test_what_would_befall_every_prompt_ends_the_run(fake, tmp_path):
     with pytest.raises(UserError, match="its chat template or tokenizer is not that of --target"):
         run(fake, tmp_path)
     fake.kwargs = KWARGS
-    fake.script["a"] = deque([(404, {"error": "no such model"})])
+    fake.script["z"] = deque([(404, {"error": "no such model"})])  # not one that the run before may have answered
     with pytest.raises(UserError, match=r"chat/completions answered 404 .*no such model"):
-        run(fake, tmp_path)
+        run(fake, tmp_path, ["z"])
     fake.script = {f"p{i}": deque([(500, b"down")] * 6) for i in range(40)}
     with pytest.raises(UserError, match=r"does not answer \(500 down\); when it does, the same command goes on"):
         run(fake, tmp_path, list(fake.script))
