@@ -27,7 +27,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aquiline.api import Model, load
+from aquiline.config import UserError
 from aquiline.data.chat import Message
+from aquiline.data.server import Endpoint
 from aquiline.decode.engine import Engine
 from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, model_settings, versions
@@ -50,56 +52,32 @@ class Asked:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Remote:
-    """A server and its one model."""
+def ask(server: Endpoint, messages: Sequence[Message], tokens: int) -> Asked:
+    """One streamed reply."""
+    body = {"model": server.model, "messages": messages, "max_tokens": tokens, "temperature": 0,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+    began, first, count = time.perf_counter(), None, 0
+    for chunk in server.stream("/chat/completions", body):
+        if first is None and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+            first = time.perf_counter() - began
+        count = (chunk.get("usage") or {}).get("completion_tokens", count)
+    return Asked(time.perf_counter() - began if first is None else first, count)
 
-    host: str
-    model: str
 
-    @staticmethod
-    def at(url: str) -> "Remote":
-        host = urlsplit(url).netloc
-        connection = http.client.HTTPConnection(host, timeout=60)
-        connection.request("GET", "/v1/models")
-        return Remote(host, json.loads(connection.getresponse().read())["data"][0]["id"])
+def ask_all(server: Endpoint, prompts: Sequence[Sequence[Message]], tokens: int) -> tuple[list[Asked], float]:
+    """All at once, each by a client of its own; and the seconds until the last has its reply."""
+    ready = threading.Barrier(len(prompts) + 1)
 
-    def ask(self, messages: Sequence[Message], tokens: int) -> Asked:
-        """One streamed reply."""
-        body = {"model": self.model, "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True,
-                "stream_options": {"include_usage": True}}  # fmt: skip
-        began, first, count = time.perf_counter(), None, 0
-        connection = http.client.HTTPConnection(self.host, timeout=600)
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise SystemExit(f"{self.host} answered {answer.status}: {answer.read()[:300]!r}")
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise SystemExit(f"{self.host} failed in a stream: {chunk['error']}")
-            if first is None and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                first = time.perf_counter() - began
-            count = (chunk.get("usage") or {}).get("completion_tokens", count)
-        connection.close()
-        return Asked(time.perf_counter() - began if first is None else first, count)
+    def one(messages: Sequence[Message]) -> Asked:
+        ready.wait()
+        return ask(server, messages, tokens)
 
-    def ask_all(self, prompts: Sequence[Sequence[Message]], tokens: int) -> tuple[list[Asked], float]:
-        """All at once, each by a client of its own; and the seconds until the last has its reply."""
-        ready = threading.Barrier(len(prompts) + 1)
-
-        def one(messages: Sequence[Message]) -> Asked:
-            ready.wait()
-            return self.ask(messages, tokens)
-
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            calls = [pool.submit(one, messages) for messages in prompts]
-            ready.wait()
-            began = time.perf_counter()
-            found = [call.result() for call in calls]
-        return found, time.perf_counter() - began
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        calls = [pool.submit(one, messages) for messages in prompts]
+        ready.wait()
+        began = time.perf_counter()
+        found = [call.result() for call in calls]
+    return found, time.perf_counter() - began
 
 
 def main() -> None:
@@ -118,7 +96,7 @@ def main() -> None:
     prompts = itertools.cycle([p.messages for group in itertools.zip_longest(*asked.values()) for p in group if p])
     model = load(given.target, given.draft, dtype=given.dtype)
     with serving(given) as own:
-        servers = {"aquiline": own} | {n: Remote.at(u) for n, _, u in (s.partition("=") for s in given.server)}
+        servers = {"aquiline": own} | {n: Endpoint(u) for n, _, u in (s.partition("=") for s in given.server)}
         throughput = compare(model, own, prompts, given)
         first = first_tokens(servers, prompts, given)
     record = {
@@ -135,7 +113,7 @@ def main() -> None:
 
 
 @contextmanager
-def serving(given: argparse.Namespace) -> Iterator[Remote]:
+def serving(given: argparse.Namespace) -> Iterator[Endpoint]:
     """`aquiline serve`, in a process of its own; it begins to answer when it is warm."""
     command = [sys.executable, "-m", "aquiline", "serve", "--target", given.target, "--draft", given.draft,
                "--port", "0", "--max-batch", str(given.batch)]  # fmt: skip
@@ -151,8 +129,8 @@ def serving(given: argparse.Namespace) -> Iterator[Remote]:
         else:
             raise SystemExit(f"the server did not start: {' '.join(said)}")
         threading.Thread(target=process.stderr.read, daemon=True).start()  # or it would wait with a full pipe
-        server = Remote.at(wait_for(found[1]))
-        server.ask([{"role": "user", "content": "Hello."}], 4)  # which waits until it is warm
+        server = Endpoint(wait_for(found[1]))
+        ask(server, [{"role": "user", "content": "Hello."}], 4)  # which waits until it is warm
         yield server
     finally:
         process.terminate()
@@ -170,7 +148,7 @@ def wait_for(url: str) -> str:
     raise SystemExit(f"{url} does not listen")
 
 
-def compare(model: Model, own: Remote, prompts: Iterator[list[Message]], given: argparse.Namespace) -> dict[str, Any]:
+def compare(model: Model, own: Endpoint, prompts: Iterator[list[Message]], given: argparse.Namespace) -> dict[str, Any]:
     """The server and an engine in this process in turn; one round first that is not counted."""
     engine = Engine(model.target, model.draft, given.batch)
     served: list[float] = []
@@ -191,19 +169,19 @@ def compare(model: Model, own: Remote, prompts: Iterator[list[Message]], given: 
     }
 
 
-def by_server(model: Model, engine: Engine, own: Remote, prompts: list[list[Message]], tokens: int) -> float:
-    found, seconds = own.ask_all(prompts, tokens)
+def by_server(model: Model, engine: Engine, own: Endpoint, prompts: list[list[Message]], tokens: int) -> float:
+    found, seconds = ask_all(own, prompts, tokens)
     return sum(asked.tokens for asked in found) / seconds
 
 
-def by_engine(model: Model, engine: Engine, own: Remote, prompts: list[list[Message]], tokens: int) -> float:
+def by_engine(model: Model, engine: Engine, own: Endpoint, prompts: list[list[Message]], tokens: int) -> float:
     began = time.perf_counter()
     requests = engine.run([model.request(messages, max_new_tokens=tokens) for messages in prompts])
     return sum(len(request.output_ids) for request in requests) / (time.perf_counter() - began)
 
 
 def first_tokens(
-    servers: dict[str, Remote], prompts: Iterator[list[Message]], given: argparse.Namespace
+    servers: dict[str, Endpoint], prompts: Iterator[list[Message]], given: argparse.Namespace
 ) -> dict[str, Any]:
     """Of every server, at every number of clients, in turn."""
     found: dict[str, dict[int, list[float]]] = {name: {clients: [] for clients in CLIENTS} for name in servers}
@@ -213,7 +191,7 @@ def first_tokens(
             names = list(servers)
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 time.sleep(_PAUSE)
-                asked, _ = servers[name].ask_all(taken, given.max_new_tokens)
+                asked, _ = ask_all(servers[name], taken, given.max_new_tokens)
                 found[name][clients] += [one.first for one in asked]
     return {
         name: {
@@ -225,4 +203,7 @@ def first_tokens(
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error

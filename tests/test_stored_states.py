@@ -83,12 +83,8 @@ def write_speculators(folder, target, documents, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", fake)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A tiny target on disk and what it writes greedily."""
-    root = tmp_path_factory.mktemp("states")
-    target = make_target(root / "target")
-    target = checkpoint.load_target(root / "target", torch.float32, "cpu", LAYERS)
+def written(target):
+    """What a target writes greedily to eight prompts."""
     documents = []
     for i in range(8):
         prompt = [(7 * i + k) % 200 for k in range(5)]
@@ -96,7 +92,16 @@ def world(tmp_path_factory):
         Engine(target).run([request])
         ids = torch.tensor(prompt + request.output_ids, dtype=torch.int32)
         documents.append(Document(ids, torch.arange(len(ids)) >= 5, True, "", f"d{i}"))
-    return root, target, documents
+    return documents
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tiny target on disk and what it writes greedily."""
+    root = tmp_path_factory.mktemp("states")
+    target = make_target(root / "target")
+    target = checkpoint.load_target(root / "target", torch.float32, "cpu", LAYERS)
+    return root, target, written(target)
 
 
 @pytest.fixture(params=["ckpt", "gz", SPECULATORS])
@@ -174,13 +179,7 @@ def test_a_target_of_transformers_trains_the_same_head_as_from_answers(tmp_path,
     layers = (0, 1, 2)
     target = checkpoint.load_target(tmp_path / "target", torch.float32, "cpu", layers)
     assert isinstance(target, HFTarget)
-    documents = []
-    for i in range(8):
-        prompt = [(7 * i + k) % 200 for k in range(5)]
-        request = Request(prompt, limits=Limits(14, frozenset({END})))
-        Engine(target).run([request])
-        ids = torch.tensor(prompt + request.output_ids, dtype=torch.int32)
-        documents.append(Document(ids, torch.arange(len(ids)) >= 5, True, "", f"d{i}"))
+    documents = written(target)
     write = write_specforge if layout == SPECFORGE else write_speculators
     write(tmp_path / "hs", target, documents, *(() if layout == SPECFORGE else (monkeypatch,)))
     read = read_documents([tmp_path / "hs"], chat(tmp_path), END + 1, 100).documents
