@@ -71,11 +71,14 @@ class Gate:
     def __init__(self, service: server.Service) -> None:
         self._steps, self._step = threading.Semaphore(0), service.loop.engine.step
         self.made = 0
+        self.holds = False  # is the engine's thread at it
         service.loop.engine.step = self._wait
         self._service = service
 
     def _wait(self):
+        self.holds = True
         self._steps.acquire()
+        self.holds = False
         self.made += 1
         return self._step()
 
