@@ -314,7 +314,7 @@ def test_engines_that_always_fail_end_the_server(folders, no_cache, caplog):  # 
 
 def test_a_panic_anywhere_in_the_engines_thread_is_not_silent(folders, no_cache, caplog):  # noqa: F811
     with serving(load(folders, "none")) as running:
-        running.service.metrics.look = lambda *_: panic()
+        running.service.loop._feed = panic
         with pytest.raises(openai.InternalServerError) as failed:
             ask(running.client(), max_tokens=400)
         assert failed.value.status_code == 503

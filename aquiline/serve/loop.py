@@ -85,6 +85,11 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
+    @property
+    def under_way(self) -> int:
+        """Requests that have not ended and have been taken in."""
+        return len(self._jobs)
+
     def start(self) -> None:
         self._thread.start()
 
@@ -118,7 +123,6 @@ class EngineLoop:
             while self._take_in():
                 self._feed()
                 self._turn()
-                self._metrics.look(self.engine, len(self._jobs))
         except BaseException:  # a panic of a library in Rust is no Exception
             log.exception("the engine's thread has failed")
             self.dead = True

@@ -39,18 +39,16 @@ class Metrics:
 
         self._seen = (0, 0)  # tokens and cycles of tau
 
-    def text(self) -> bytes:
+    def text(self, engine: Engine, requests: int) -> bytes:
+        """All figures; of how full the engine is, with so many requests under way, those of now."""
+        self.running.set(engine.running)
+        self.waiting.set(max(0, requests - engine.running))  # read while both change
+        self.cache_tokens.set(sum(engine.cache.lengths))
+        self.cache_limit.set(engine.cache.tokens)
         return generate_latest(self.registry)
 
     def turned_away(self, status: int) -> None:
         self.refused.labels(status).inc()
-
-    def look(self, engine: Engine, requests: int) -> None:
-        """At how full the engine is, of so many requests under way."""
-        self.running.set(engine.running)
-        self.waiting.set(requests - engine.running)
-        self.cache_tokens.set(sum(engine.cache.lengths))
-        self.cache_limit.set(engine.cache.tokens)
 
     def gap(self, seconds: float, tokens: int) -> None:
         """So many tokens came that long after the last one."""

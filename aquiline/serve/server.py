@@ -141,7 +141,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = service.metrics.text(service.loop.engine, service.loop.under_way)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     page, policy = _page()
 
