@@ -1,6 +1,7 @@
 """The compiled kernel: equal to PyTorch within rounding, and to itself bit for bit, whatever else is in the pass."""
 
 import ctypes
+import math
 from collections import Counter
 
 import pytest
@@ -127,8 +128,11 @@ def test_a_tokens_numbers_do_not_depend_on_what_else_is_in_the_pass(shape, dtype
             out = target(ids[:, :-1], torch.arange(lengths[slot] - 1)[None], None, cache, [slot])
             cache.keep(slot, out.keys_LBGNE[:, 0], out.values_LBGNE[:, 0])
         flat = flatten(trees, [int(ids[0, -1]) for ids in prompts], [n - 1 for n in lengths])
-        together = target(flat.ids_BN, flat.positions_BN, flat.mask_BNN, cache, [0, 1, 2])
-        all_logits = target.logits(together.last_BND)
+        passes = [
+            target(flat.ids_BN, flat.positions_BN, flat.mask_BNN, cache, [0, 1, 2], counts=counts)
+            for counts in (None, flat.counts)  # with what is padding, and without
+        ]
+        all_logits = [target.logits(together.last_BND) for together in passes]
         torch.set_num_threads(1)
         for b, tree in enumerate(trees):
             for node in range(-1, len(tree)):
@@ -141,10 +145,11 @@ def test_a_tokens_numbers_do_not_depend_on_what_else_is_in_the_pass(shape, dtype
                 for position, token in enumerate(tokens):
                     step = target(torch.tensor([[token]]), torch.tensor([[position]]), None, alone, [0])
                     alone.keep(0, step.keys_LBGNE[:, 0], step.values_LBGNE[:, 0])
-                assert torch.equal(target.logits(step.last_BND)[0, 0], all_logits[b, 1 + node])
-                assert torch.equal(step.aux_BNA[0, 0], together.aux_BNA[b, 1 + node])
-                assert torch.equal(step.keys_LBGNE[:, 0, :, 0], together.keys_LBGNE[:, b, :, 1 + node])
-                assert torch.equal(step.values_LBGNE[:, 0, :, 0], together.values_LBGNE[:, b, :, 1 + node])
+                for together, logits_BNV in zip(passes, all_logits, strict=True):
+                    assert torch.equal(target.logits(step.last_BND)[0, 0], logits_BNV[b, 1 + node])
+                    assert torch.equal(step.aux_BNA[0, 0], together.aux_BNA[b, 1 + node])
+                    assert torch.equal(step.keys_LBGNE[:, 0, :, 0], together.keys_LBGNE[:, b, :, 1 + node])
+                    assert torch.equal(step.values_LBGNE[:, 0, :, 0], together.values_LBGNE[:, b, :, 1 + node])
     finally:
         torch.set_num_threads(before)
 
@@ -294,6 +299,9 @@ def test_what_does_not_fit_is_refused_before_an_address_is_read():
     for mask in (torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 2, 2), torch.ones(2, 2, 2, dtype=torch.bool)):
         with pytest.raises(ValueError, match="a mask"):
             target(ids, positions, mask)
+    for counts in ([3], [0], [1, 1]):
+        with pytest.raises(ValueError, match="of 1 rows of 2 tokens"):
+            target(ids, positions, counts=counts)
 
 
 @pytest.fixture
@@ -394,12 +402,12 @@ def test_levels_that_are_not_worth_it_are_not_run(monkeypatch):
 
     def compare(drafter, rows, configs, worth=()):
         if len(configs) == 2:  # one row stops, the other goes on
-            (both, seconds), (whole, _) = both_ways(drafter, rows, configs, [[2.0] * 8, [0.0] * 8])
+            (both, seconds), (whole, _) = both_ways(drafter, rows, configs, [[0.0, 2.0, 2.0, 2.0], [0.0] * 4])
             assert max(both[0].depths_N.tolist()) == 1
             assert torch.equal(both[1].scores_N, whole[1].scores_N)
             assert len(seconds) == configs[0].depth
             return both, seconds
-        ours, theirs = both_ways(drafter, rows, configs, [[0.2, 0.05, 0.015]])
+        ours, theirs = both_ways(drafter, rows, configs, [[0.0, 0.2, 0.05, 0.015]])
         assert torch.equal(ours[0][0].scores_N, theirs[0][0].scores_N)
         assert len(ours[1]) == len(theirs[1])
         reached[len(ours[1])] += 1
@@ -410,6 +418,26 @@ def test_levels_that_are_not_worth_it_are_not_run(monkeypatch):
     engine.run([Request(prompt(5)[0].tolist(), limits=Limits(40), tree=tree)])
     assert {1, 2, 3} <= set(reached)
     engine.run([Request(prompt(5, n)[0].tolist(), limits=Limits(9), tree=tree) for n in (1, 2)])
+
+
+@needs_kernel
+def test_nodes_that_are_not_likely_enough_are_not_run(monkeypatch):
+    target = tiny_target()
+    engine, parents, widths = Engine(target.pack(), tiny_draft(target).pack()), [], []
+
+    def compare(drafter, rows, configs, worth=()):
+        (ours, _), (theirs, _) = both_ways(drafter, rows, configs, [[0.06, 0.0, 0.0]])
+        for name in ("tokens_N", "parents_N", "scores_N"):
+            assert torch.equal(getattr(ours[0], name), getattr(theirs[0], name))
+        _, of, depths = ours[0].on_host
+        parents.extend(ours[0].scores[p] for p in of if p >= 0)
+        widths.append(len({p for p, depth in zip(of, depths, strict=True) if depth == 2}))
+        return ours, [0.0]
+
+    monkeypatch.setattr(EagleDrafter, "grow", compare)
+    engine.run([Request(prompt(5)[0].tolist(), limits=Limits(20), tree=TreeConfig(3, 4, 60))])
+    assert min(parents) >= math.log(0.06)
+    assert min(widths) < 4 <= max(widths)
 
 
 @needs_kernel

@@ -52,10 +52,15 @@ class TestPassCosts:
         for _ in range(400):
             made.observe(3, 2.0)
         assert made(3) == pytest.approx(2.0, abs=0.01)
-        assert 0.7 < made(1) < 0.9  # all go with it a little
+        assert made.points()[2] < 1.5
+        assert made(1) == 1.0  # the plain step goes with none
+        made.observe(1, 0.8)
+        assert made(1) == pytest.approx(1.0 - 0.4 * 0.2)  # it was seldom read
+        four = made(4)
         for _ in range(400):
             made.observe(1, 0.5)
         assert made(1) == pytest.approx(0.5, abs=0.01)
+        assert 0.5 < made(4) / four < 0.9  # all go with it a little
 
     def test_a_reading_far_off_moves_little_and_one_beyond_makes_a_point(self):
         made = PassCosts({1: 1.0, 2: 2.0})
@@ -202,13 +207,32 @@ def test_as_many_nodes_as_pay_among_all_numbers_of_them():
         seconds = np.maximum.accumulate(np.repeat(generator.random(5), 3)[:14] + 0.1)  # stepped
         spent = generator.random()
         rates = [
-            (rows + extra + chances[:, :n].sum()) / (spent + seconds[1 + n])
-            for n in range(min(made, len(seconds) - 2) + 1)
+            (rows + extra + chances[:, :n].sum()) / (spent + seconds[n]) for n in range(min(made, len(seconds) - 1) + 1)
         ]
-        nodes, rate = best_nodes(chances, seconds, spent, rows + extra)
+        nodes, rate = best_nodes(chances, seconds, spent, rows + extra, False)
         assert rate == pytest.approx(max(rates))
-        assert rates[nodes] == pytest.approx(max(rates))
-    assert best_nodes(np.array([[0.01]]), np.array([1.0, 1.0, 1.5]), 0.0, 1)[0] == 0
+        assert rates[max(nodes)] == pytest.approx(max(rates))
+        assert len(set(nodes)) == 1
+    assert best_nodes(np.array([[0.01]]), np.array([1.0, 1.5]), 0.0, 1, False)[0] == [0]
+
+
+def test_nodes_of_all_rows_compete_where_padding_is_not_computed():
+    generator = np.random.default_rng(1)
+    for _ in range(200):
+        sizes = generator.integers(0, 4, generator.integers(2, 4))
+        chances = [(-np.sort(-generator.random(n))).tolist() for n in sizes]
+        seconds, spent = np.maximum.accumulate(generator.random(1 + sum(sizes)) + 0.1), generator.random()
+        rates = {
+            counts: (len(sizes) + sum(sum(row[:n]) for row, n in zip(chances, counts, strict=True)))
+            / (spent + seconds[sum(counts)])
+            for counts in itertools.product(*(range(n + 1) for n in sizes))
+        }
+        nodes, rate = best_nodes(chances, seconds, spent, len(sizes), True)
+        assert rate == pytest.approx(max(rates.values()))
+        assert rates[tuple(nodes)] == pytest.approx(rate)
+    # A node is not taken without those before it, of which its parent may be one.
+    assert best_nodes([[0.1, 0.9], [0.5]], [1.0, 1.1, 9.0, 9.0], 0.0, 2, True)[0] == [0, 1]
+    assert best_nodes([[0.1, 0.9], [0.5]], [1.0, 1.1, 1.2, 1.3], 0.0, 2, True)[0] == [2, 1]
 
 
 class TestCalibration:
@@ -297,42 +321,83 @@ class TestMood:
 class TestChooser:
     def test_a_level_is_worth_its_price_in_tokens_over_what_it_brings(self):
         made, mood = Chooser(costs(*CHEAP)), Mood()
-        made.gains = [0.5, 0.1, *made.gains[2:]]
-        assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([0.4, 2.0])
+        made.gains[4] = [0.5, 0.1, *[0.5] * 6]
+
+        def worth():
+            return made.worth(mood, 0.2, 0.05, 3, 1.0)[:3]  # of single nodes, of the first two levels
+
+        assert worth() == pytest.approx([0.05, 0.4, 2.0])
         mood.pace = 3.0
-        assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([1.2, 6.0])
+        assert worth() == pytest.approx([0.15, 1.2, 6.0])
         mood.expected = 2.0  # a text that is not trusted
-        assert made.worth(mood, 0.2, 1.0)[:2] == pytest.approx([2.4, 12.0])
+        assert worth() == pytest.approx([0.3, 2.4, 12.0])
+        assert made.worth(mood, 0.2, 0.05, 1, 1.0)[:3] == pytest.approx([0.3, 2.4, 2.4])  # gains of another batch size
+        assert made.worth(mood, 0.2, 9.0, 1, 1.0)[0] == 0.9
+
+    def test_what_one_node_more_takes(self):
+        known = costs({1: 1.0, 9: 2.6, 64: 2.6}, {1: 0.1})
+        padded, ragged = Chooser(known), Chooser(known, ragged=True)
+        assert padded.margin(1, 10, (), Mood(nodes=3.2)) == pytest.approx(0.2)
+        assert padded.margin(1, 10, (), Mood(nodes=20)) == pytest.approx(0.0)
+        assert padded.margin(4, 10, (), Mood(nodes=3.2)) == pytest.approx(0.05)  # a node in each row
+        assert ragged.margin(4, 10, (), Mood(nodes=3.2)) == pytest.approx(0.05)
+        assert ragged.margin(4, 10, [32, 0, 0, 0], Mood(nodes=3.2)) == pytest.approx(0.0)
 
     def test_what_a_level_brings_is_learnt_and_forgotten(self):
-        made, V = Chooser(costs(*CHEAP)), np.ones(10)
+        made, V = Chooser(costs(*CHEAP)), np.ones(9)
         #                        root -> 0 -> 1, root -> 2 -> 3
         tree = Tree.from_tokens([7, 8, 9, 9], [-1, 0, -1, 2], np.log([0.5, 0.25, 0.2, 0.1]).tolist())
         for _ in range(300):
-            assert made.nodes([tree], 2, V, 0.0, 1, [Mood()]) == 4
-        assert made.gains[:2] == pytest.approx([0.9 * (0.25 + 0.1) / 0.7, 0.5], abs=0.01)
+            assert made.nodes([tree], 2, V, 0.0, 1, [Mood()]) == [4]
+        gains = made.gains[1]
+        assert gains[:2] == pytest.approx([0.9 * (0.25 + 0.1) / 0.7, 0.5], abs=0.01)
         for _ in range(300):  # room for two: without the level 0 and 2, with it 0 and 1
-            assert made.nodes([tree], 2, np.array([1, 1, 1, 1, 9, 9.0]), 0.0, 1, [Mood()]) == 2
-        assert made.gains[0] == pytest.approx(0.9 * (0.25 - 0.2) / 0.7, abs=0.01)
+            assert made.nodes([tree], 2, np.array([1, 1, 1, 9, 9.0]), 0.0, 1, [Mood()]) == [2]
+        assert gains[0] == pytest.approx(0.9 * (0.25 - 0.2) / 0.7, abs=0.01)
         shallow = Tree.from_tokens([7], [-1], [-0.7])
         for _ in range(300):  # it was run, and nothing of it was good enough for the tree
             made.nodes([shallow], 2, V, 0.0, 1, [Mood()])
-        assert made.gains[0] == pytest.approx(0.0, abs=0.01)
+        assert gains[0] == pytest.approx(0.0, abs=0.01)
         for _ in range(5000):
             made.fade()
-        assert made.gains[0] == pytest.approx(0.5, abs=0.01)
+        assert gains[0] == pytest.approx(0.5, abs=0.01)
+
+    def test_seconds_of_a_pass_by_nodes_of_each_row_or_of_all(self):
+        known = costs({1: 1.0, 3: 2.0}, {1: 0.1})
+        padded, ragged = Chooser(known), Chooser(known, ragged=True)
+        assert padded.pass_seconds(4, 10, (), 2) == [1.0, 1.5, 2.0]
+        assert padded.pass_seconds(4, 10, [1, 0, 0, 0], 2) == [1.5, 1.5, 2.0]  # beside a tree of one node
+        assert ragged.pass_seconds(4, 10, (), 8) == pytest.approx([1 + n / 8 for n in range(9)])
+        assert ragged.pass_seconds(4, 10, [3, 0, 0, 0], 1) == pytest.approx([1.375, 1.5])
+        assert ragged.pass_seconds(1, 10, (), 2) == [1.0, 1.5, 2.0]
+
+    def test_behind_a_rest_the_likeliest_node_is_tried(self):
+        trees = [Tree.from_tokens([7], [-1], [s]) for s in (-1.0, -0.1, -3.0)]
+        V = [1.0, 9.0, 9.0, 9.0]
+        for ragged, expected in ((False, [1, 1, 1]), (True, [0, 1, 0])):
+            made, mood = Chooser(costs(*CHEAP), ragged), Mood()
+            assert made.nodes(trees, 1, V, 0.0, 3, [Mood() for _ in trees], mood) == [0, 0, 0]
+            mood.trying = True
+            assert made.nodes(trees, 1, V, 0.0, 3, [Mood() for _ in trees], mood) == expected
 
     def test_limits_follow_what_paid(self):
         made, mood = Chooser(costs(*CHEAP)), Mood(nodes=1.0)
-        assert made.limits(AUTO_TREE, mood) == TreeConfig(8, 4, 8, auto=True)
+
+        def limits(config=AUTO_TREE):
+            return made.limits(config, mood, 1, 10)
+
+        assert limits() == TreeConfig(8, 4, 8, auto=True)
         mood.nodes = 7.5
-        assert made.limits(AUTO_TREE, mood) == TreeConfig(8, 4, 16, auto=True)
+        assert limits() == TreeConfig(8, 4, 16, auto=True)
         mood.nodes = 50
-        assert made.limits(AUTO_TREE, mood) == TreeConfig(8, 8, 63, auto=True)
+        assert limits() == TreeConfig(8, 8, 63, auto=True)
         mood.nodes = 1.0
-        sizes = [made.limits(TreeConfig(12, 16, 40, auto=True), mood) for _ in range(64)]
+        sizes = [limits(TreeConfig(12, 16, 40, auto=True)) for _ in range(64)]
         assert sizes.count(TreeConfig(8, 8, 40, auto=True)) == 2  # deeper than what is learnt of levels it never goes
         assert sizes.count(TreeConfig(8, 4, 8, auto=True)) == 62
+        dear = Chooser(costs({1: 1.0, 2: 1.5, 4: 2.1, 64: 60.0}, {1: 0.1}))
+        sizes = [dear.limits(AUTO_TREE, mood, 1, 10) for _ in range(32)]
+        assert set(sizes) == {TreeConfig(4, 2, 4, auto=True)}  # 3 tokens take less than 2 plain steps
 
 
 def ready(engine, points, load=False):
@@ -405,8 +470,32 @@ def test_a_batch_rests_as_a_whole():
     engine.drafter.grow = lambda rows, *given: widths.append(len(rows)) or grow(rows, *given)
     done = engine.run([request([5, 6, 7 + i], tokens=100) for i in range(4)])
     assert [len(r.output_ids) for r in done] == [100] * 4
-    assert set(widths) == {4}
+    assert set(widths) == {1}  # one tries for all
     assert len(widths) <= 6  # of 99 steps
+
+
+def test_when_one_has_tried_for_all_and_it_pays_all_draft_again():
+    target = tiny_target()
+    engine = ready(Engine(target, tiny_draft(target), 4), CHEAP)
+    resting = engine.chooser.resting(Mood(), 4)
+    resting.resting, resting.value = 3, -1.0
+    grow, widths = engine.drafter.grow, []
+    engine.drafter.grow = lambda rows, *given: widths.append(len(rows)) or grow(rows, *given)
+    for i in range(4):
+        engine.submit(request([5, 6, 7 + i], tokens=30))
+    assert [widths[:] for _ in range(5) if engine.step()] == [[], [], [], [1], [1, 4]]
+
+
+def test_behind_many_trees_a_plain_step_is_looked_at():
+    mood = Mood()
+    plain = 0
+    for _ in range(330):
+        if mood.rests():
+            plain += 1
+            assert not mood.trying
+        else:
+            mood.drafted(2.0, 1.5, 3)
+    assert plain == 10
 
 
 class Moody:
@@ -426,8 +515,8 @@ class Moody:
         tokens = [int(t) if n >= self.right_from else (int(t) + 1) % 64 for t in self.text[n : n + 3]]
         scores = np.log(0.9) * np.arange(1, 1 + len(tokens))
         tree = Tree.from_tokens(tokens, list(range(-1, len(tokens) - 1)), scores.tolist())
-        V = chooser.costs.of("target", 1, n).table()
-        return [tree.prefix(chooser.nodes([tree], 1, V, 0.3, 1, [row.mood]))]
+        V = chooser.pass_seconds(1, n, (), len(tree))
+        return [tree.prefix(*chooser.nodes([tree], 1, V, 0.3, 1, [row.mood]))]
 
     def copy(self, source, destination, length): ...
     def truncate(self, slot, length): ...

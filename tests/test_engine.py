@@ -567,7 +567,9 @@ def test_a_long_prompt_holds_nobody_up_for_longer_than_its_part_of_a_step(monkey
     short = engine.submit(Request(prompt(6, 2), limits=Limits(10), tree=tree))
     forward, passes = type(target).forward, []
     monkeypatch.setattr(
-        type(target), "forward", lambda self, ids, *rest: passes.append(ids.shape) or forward(self, ids, *rest)
+        type(target),
+        "forward",
+        lambda self, ids, *rest, **more: passes.append(ids.shape) or forward(self, ids, *rest, **more),
     )
     steps = 0
     while long.first_token_at is None:

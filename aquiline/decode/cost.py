@@ -1,8 +1,9 @@
 """Which tree pays: measured seconds of passes, calibrated chances of nodes, and the best expected tokens per second.
 
-    V(n)        seconds of a target pass over n tokens of each row, verification and keeping included
+    V(n)        seconds of a target pass over n tokens of each row, or over n B in all where padding is not computed;
+                verification and keeping included
     c(w)        seconds of one draft level of w nodes of each row, tree building included; likewise of the draft's
-                first pass of a cycle, over w new real rows
+                first pass of a cycle, over w new real rows, with all else that its trees cost
     chance      of a node: that the target accepts it with all its ancestors
     rate        (B + sum of the chances of the nodes verified) / (draft passes + V(1 + nodes)), tokens per second
 
@@ -20,9 +21,11 @@ import bisect
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +43,8 @@ _Key = tuple[str, int, int]  # kind, batch size, context
 
 # Tokens of each row at which a target pass is measured, in this order; kernels have their steps behind multiples of 8.
 PROBED = (1, 8, 4, 16, 9, 32, 17, 2, 12, 6, 25, 24, 33, 64)
-WIDTHS = (4, 8)  # nodes of each row that one draft level may run
+WIDTHS = (4, 8)  # nodes of each row that one draft level may run; fewer where the batch bears no more
+PROBED_WIDTHS = (4, 8, 1)
 MOST_NODES = 63
 _MOST_PROBED = 512  # tokens of all rows: memory for more is not asked for on trial
 _PROBE_SECONDS = 2.5  # of both kinds of pass together; 1 and 8 tokens are measured however long they take
@@ -48,9 +52,11 @@ _SHORTEST_CONTEXT = 256  # cached tokens; a bucket holds up to twice as many as 
 _DEPTHS = 8
 _EDGES = [math.log(p) for p in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)]
 _FADE = 0.998  # of what was learnt about chances, per step
+_CATCH_UP_PRICE = 0.15  # as a share of what a plain step yields
 _GAIN = 0.5  # tokens that a level brings per probability of the nodes it runs, before anything is known
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
 _LOOK_FAR = 32  # of so many trees of a request one may be as large as any
+_LOOK_BACK = 32  # behind so many trees there is a plain step, without which nobody knew any more what it takes
 LONGEST_CATCH_UP = _LONGEST_REST + 16  # rows: more are a prompt's, which come once
 _STEP, _DRIFT = 0.08, 0.02  # of what a reading is off, that its size moves, and all sizes
 _SAVE_SECONDS = 60.0
@@ -64,42 +70,52 @@ class PassCosts:
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self._points = dict(sorted(seconds.items()))
+        self._unread = 0  # readings since one of the least tokens
         self._table: list[float] | None = None
 
     def table(self) -> list[float]:
         """`[2 + MOST_NODES]`, entry n for n tokens; entry 0 is that of 1. Never falls with n."""
         if self._table is None:
-            n = np.arange(2 + MOST_NODES)
-            at, seconds = np.array(list(self._points)), np.array(list(self._points.values()))
-            values = np.interp(n, at, seconds)
-            if len(at) > 1:
-                slope = max(0.0, (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
-                values = np.where(n > at[-1], seconds[-1] + slope * (n - at[-1]), values)
-            self._table = np.maximum.accumulate(values).tolist()
+            self._table = self.curve(np.arange(2 + MOST_NODES))
         return self._table
+
+    def curve(self, tokens: np.ndarray) -> list[float]:
+        """Of so many tokens, which rise; they need not be whole: rows of a batch may have more or fewer."""
+        at, seconds = np.array(list(self._points)), np.array(list(self._points.values()))
+        values = np.interp(tokens, at, seconds)
+        if len(at) > 1:
+            slope = max(0.0, (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
+            values = np.where(tokens > at[-1], seconds[-1] + slope * (tokens - at[-1]), values)
+        rising: list[float] = np.maximum.accumulate(values).tolist()
+        return rising
 
     def __call__(self, tokens: int) -> float:
         """Of so many tokens, or of the most that the table has."""
         table = self.table()
         return table[min(tokens, len(table) - 1)]
 
-    def observe(self, tokens: int, seconds: float) -> None:
+    def observe(self, tokens: float, seconds: float) -> None:
         """Move the points around `tokens` towards a reading; one far off counts as half off at most. Beyond the last
-        point it makes a new one.
+        point it makes a new one. Where the least tokens are seldom read, a reading of these counts for more.
         """
+        least = min(self._points)
+        seldom = min(0.4, _STEP / 4 * self._unread) if tokens <= least else 0.0
+        self._unread = self._unread + 1 if tokens > least else 0
         above = [n for n in self._points if n >= tokens]
         below = [n for n in self._points if n <= tokens]
         if not above:
-            self._points[tokens] = max(seconds, self._points[below[-1]])
+            self._points[math.ceil(tokens)] = max(seconds, self._points[below[-1]])
         else:
             right, left = above[0], below[-1] if below else above[0]
             share = (tokens - left) / (right - left) if right > left else 0.0
             # Of these points alone: what the table says may be that of a lower one, which they are not to make up for.
             expected = (1 - share) * self._points[left] + share * self._points[right]
             off = min(max(seconds / expected - 1, -0.5), 0.5)
-            # A little is taken to be true of all: sizes that are not met any more go with those that are.
-            self._points = {n: s * (1 + _DRIFT * off) for n, s in self._points.items()}
-            step = (_STEP - _DRIFT) * off * expected
+            # A little is taken to be true of all: sizes that are not met any more go with those that are. The least
+            # goes with none: what trees cost beside their tokens is not a plain step's.
+            moved = [n for n in self._points if n > least or tokens <= least]
+            self._points |= {n: self._points[n] * (1 + _DRIFT * off) for n in moved}
+            step = (max(_STEP, seldom) - _DRIFT) * off * expected
             self._points[left] += step * (1 - share)
             if right > left:
                 self._points[right] += step * share
@@ -142,7 +158,7 @@ class Costs:
         self._file, self._depends, self._load = file, depends, load or ForeignLoad()
         self._costs: dict[_Key, PassCosts] = {} if file is None else _read(file, depends)
         self._trusted = set(self._costs)  # measured on a machine that was left to us: these are saved
-        self._readings: list[tuple[PassCosts, int, float]] = []  # since the load was looked at
+        self._readings: list[tuple[PassCosts, float, float]] = []  # since the load was looked at
         self._saved_at, self._changed = time.monotonic(), False
         self._retries: dict[int, tuple[float, float]] = {}  # by batch size: when, and how long it was until then
 
@@ -156,7 +172,7 @@ class Costs:
         """Time both passes; a cycle's first draft pass is at first taken to cost what a level does."""
         self._settle()
         until = time.perf_counter() + _PROBE_SECONDS
-        levels = probe(level, WIDTHS, batch, until)
+        levels = probe(level, PROBED_WIDTHS, batch, until)
         passes = probe(target, PROBED, batch, until)
         busy, size = self._settle(), _bucket(batch, 1)
         wait = 2 * self._retries[size][1] if size in self._retries else _FIRST_RETRY
@@ -182,7 +198,7 @@ class Costs:
                 self._trusted.add(key)
         return self._costs[key]
 
-    def observe(self, costs: PassCosts, tokens: int, seconds: float) -> None:
+    def observe(self, costs: PassCosts, tokens: float, seconds: float) -> None:
         """A real pass. It counts once the machine is seen to have been left to us meanwhile."""
         self._readings.append((costs, tokens, seconds))
         self._settle()
@@ -305,8 +321,9 @@ class Mood:
     trying: bool = False  # the next tree is the first behind a rest
     price: float = 1.0  # of the last tree, its draft passes included, in plain steps
     pace: float = 1.0  # smoothed rate of its batch with trees, in plain ones
-    nodes: float = 8.0  # smoothed, of its trees
+    nodes: float = 8.0  # smoothed, of its trees; of a batch where all nodes compete, of all of these
     trees: int = 0
+    drafts: int = 0  # of all whose rests these are
 
     @property
     def trust(self) -> float:
@@ -327,38 +344,53 @@ class Mood:
         self.resting -= 1
         self.expected *= 0.97
         self.accepted *= 0.97
-        self.trying = self.resting == 0
+        self.trying = self.resting == 0 and (self.value or 0.0) < 0  # else the plain step was only to be looked at
         return True
 
-    def drafted(self, tokens: float, price: float, nodes: int) -> None:
+    def drafted(self, tokens: float, price: float, nodes: int, alike: int = 1) -> None:
         """A tree was made of which so many `tokens` are expected, at a `price` in plain steps; without any node that
-        pays it has failed.
+        pays it has failed. One that stands for several has to promise more: all of them will have to catch up first.
         """
         now = math.log(max(tokens / price, 1e-3)) if nodes else min(-math.log(price), -0.01)
+        now -= _CATCH_UP_PRICE * (alike > 1)
         fresh = self.value is None or self.trying
         self.value = now if fresh or self.value is None else 0.7 * self.value + 0.3 * now
         self.trying, self.price = False, price
+        self.drafts += 1
+        if self.drafts % _LOOK_BACK == 0:
+            self.resting = 1
         if self.value < 0:
             self.resting, self.rest = self.rest, min(2 * self.rest, _LONGEST_REST)
+        elif alike > 1:
+            self.value = None  # what they show all together is to decide
         elif now > 0:
             self.rest = _FIRST_REST
 
 
 def best_nodes(
-    chances_BN: Sequence[Sequence[float]], pass_seconds: Sequence[float], spent: float, batch: int
-) -> tuple[int, float]:
+    chances_BN: Sequence[Sequence[float]], pass_seconds: Sequence[float], spent: float, batch: int, ragged: bool
+) -> tuple[list[int], float]:
     """(nodes of each row to verify, expected tokens per second of the whole batch).
 
-    `chances_BN` of the rows that draft, in the order of their trees. `pass_seconds` are V's table; `spent` seconds go
-    into drafting.
+    `chances_BN` of the rows that draft, in the order of their trees. `pass_seconds` by the nodes verified: of all rows
+    together if `ragged`, where these compete, else of each row. `spent` seconds go into drafting.
     """
-    tokens, nodes, best = float(batch), 0, batch / (spent + pass_seconds[1])
-    for n in range(1, 1 + min(max(map(len, chances_BN)), len(pass_seconds) - 2)):
-        tokens += sum(chances_N[n - 1] for chances_N in chances_BN if n <= len(chances_N))
-        rate = tokens / (spent + pass_seconds[1 + n])
+    if ragged:
+        # A node behind a less likely one is taken with it, so that what is taken of a row comes first in its tree.
+        falling = [itertools.accumulate(chances_N, min) for chances_N in chances_BN]
+        found = [(-least, b, n) for b, row in enumerate(falling) for n, least in enumerate(row)]
+        steps = [[(b, chances_BN[b][n])] for _, b, n in sorted(found)]
+    else:
+        longest = max(map(len, chances_BN))
+        steps = [[(b, row[n]) for b, row in enumerate(chances_BN) if n < len(row)] for n in range(longest)]
+    tokens, taken, best = float(batch), 0, batch / (spent + pass_seconds[0])
+    for n, step in enumerate(steps[: len(pass_seconds) - 1], 1):
+        tokens += sum(chance for _, chance in step)
+        rate = tokens / (spent + pass_seconds[n])
         if rate > best:
-            nodes, best = n, rate
-    return nodes, best
+            taken, best = n, rate
+    counts = Counter(b for step in steps[:taken] for b, _ in step)
+    return [counts[b] for b in range(len(chances_BN))], best
 
 
 @dataclass
@@ -366,60 +398,103 @@ class Chooser:
     """Costs, calibration, and what deeper levels bring: everything a choice rests on."""
 
     costs: Costs
+    ragged: bool = False  # whether the target computes no padding
     calibration: Calibration = field(default_factory=Calibration)
-    gains: list[float] = field(default_factory=lambda: [_GAIN] * _DEPTHS)  # of running nodes of depth 1, 2, ...
+    gains: dict[int, list[float]] = field(default_factory=dict)  # by batch size: of running nodes of depth 1, 2, ...
     batches: dict[int, Mood] = field(default_factory=dict)  # by batch size: of their rests alone
 
     def resting(self, row: Mood, batch: int) -> Mood:
         """Whose rests count: those of a request that is alone, else those of all batches of that size, for its rows
         share one pass: one that tries makes the step dearer for all.
         """
-        return row if batch == 1 else self.batches.setdefault(_bucket(batch, 1), Mood())
+        return row if batch == 1 else self.batches.setdefault(_bucket(batch, 1), Mood(trying=True))
 
-    def limits(self, config: TreeConfig, mood: Mood) -> TreeConfig:
+    def pass_seconds(self, batch: int, context: int, taken: Sequence[int], most: int) -> list[float]:
+        """Of a target pass of `batch` rows, by the nodes chosen: of all rows if `ragged`, else of each; up to `most` of
+        them. `taken`: the nodes of rows about which nothing is chosen.
+        """
+        costs = self.costs.of("target", batch, context)
+        if batch > 1 and self.ragged:
+            return costs.curve((batch + sum(taken) + np.arange(1 + most)) / batch)
+        table, least = costs.table(), 1 + max(taken, default=0)
+        return [table[min(max(1 + n, least), len(table) - 1)] for n in range(1 + min(most, MOST_NODES))]
+
+    def limits(self, config: TreeConfig, mood: Mood, batch: int, context: int) -> TreeConfig:
         """How far the coming tree may go: about twice the nodes that paid lately, in levels half as wide as these; now
-        and then as far as any, for what pays may lie beyond sizes that do not.
+        and then further, for what pays may lie beyond sizes that do not. Never much further than to a pass that takes
+        twice the plain one's time.
         """
         mood.trees += 1
-        if mood.trees % _LOOK_FAR == 0:
-            return dataclasses.replace(config, top_k=min(WIDTHS[-1], config.top_k), depth=min(config.depth, _DEPTHS))
-        width = next((w for w in WIDTHS if 2 * w > mood.nodes), WIDTHS[-1])
-        most = min(config.num_nodes, MOST_NODES, 2 * math.ceil(max(mood.nodes, 4)))
-        depth, top_k = min(config.depth, _DEPTHS), min(width, config.top_k)
-        return dataclasses.replace(config, depth=depth, top_k=top_k, num_nodes=most)
+        V = self.costs.of("target", batch, context).table()
+        bearable = max(1, bisect.bisect_right(V, 2 * V[1]) - 2)  # nodes of each row
+        width, most = WIDTHS[-1], MOST_NODES
+        if mood.trees % _LOOK_FAR:
+            width = next((w for w in WIDTHS if 2 * w > mood.nodes), width)
+            most = 2 * math.ceil(max(mood.nodes, 4))
+        return dataclasses.replace(
+            config,
+            depth=min(config.depth, _DEPTHS, 2 * bearable),
+            top_k=min(config.top_k, width, bearable),
+            num_nodes=min(config.num_nodes, most, 2 * bearable),
+        )
 
-    def worth(self, mood: Mood, level_seconds: float, plain_rate: float) -> list[float]:
-        """How likely the nodes of depth 1, 2, ... must be, together, to be run: a level's price in tokens over what
-        it brings. `level_seconds`: of a level, over the rows that share it.
+    def margin(self, batch: int, context: int, taken: Sequence[int], resting: Mood) -> float:
+        """Seconds of a pass for one node more than were verified lately."""
+        few = round(resting.nodes)
+        V = self.pass_seconds(batch, context, taken, few + 2)
+        return (V[-1] - V[-3]) / (2 if batch > 1 and self.ragged else 2 * batch)
+
+    def worth(
+        self, mood: Mood, level_seconds: float, node_seconds: float, batch: int, plain_rate: float
+    ) -> list[float]:
+        """How likely a node must be to be run: as likely as its children must be to be verified. And how likely the
+        nodes of depth 1, 2, ... must be, together: a level's price in tokens over what it brings. `level_seconds`: of
+        a level, over the rows that share it; `node_seconds`: `margin`.
         """
-        price = level_seconds * plain_rate * mood.pace
-        return [price / max(gain * mood.trust, 1e-3) for gain in self.gains]
+        rate = plain_rate * mood.pace
+        gains = self._gains(batch)
+        levels = [rate * level_seconds / max(gain * mood.trust, 1e-3) for gain in gains]
+        return [min(0.9, rate * node_seconds / mood.trust), *levels]
+
+    def _gains(self, batch: int) -> list[float]:
+        return self.gains.setdefault(_bucket(batch, 1), [_GAIN] * _DEPTHS)
 
     def nodes(
         self, trees: Sequence[Tree], ran: int, V: Sequence[float], spent: float, batch: int, moods: Sequence[Mood],
-        resting: Mood | None = None,
-    ) -> int:  # fmt: skip
-        """How many nodes of each tree made are verified, which the moods of their rows are told. They share one: nodes
-        beside another row's are free. Behind a rest it is one at least, or nothing would be learnt. `ran`: levels that
-        were run, the first one included. `resting`: whose rests count, by default those of the first row.
+        resting: Mood | None = None, alike: int = 1,
+    ) -> list[int]:  # fmt: skip
+        """How many nodes of each tree made are verified, which the moods of their rows are told. Where padding is
+        computed they share one number: nodes beside another row's are free. Behind a rest there is a node at least, or
+        nothing would be learnt. `V`: `pass_seconds`. `ran`: levels that were run, the first one included. `resting`:
+        whose rests count, by default those of the first row. `alike`: each tree stands for so many.
         """
         chances_BN = [
             [min(1.0, mood.trust * chance) for chance in self.calibration.chances(tree.on_host[2], tree.scores)]
             for tree, mood in zip(trees, moods, strict=True)
         ]
-        nodes, rate = best_nodes(chances_BN, V, spent, batch)
+        ragged = batch > 1 and self.ragged
+        counts, rate = best_nodes(chances_BN * alike, V, spent, batch, ragged)
+        taken = sum(counts) if ragged else max(counts)
+        counts = counts[: len(trees)]
         resting = resting or moods[0]
         trying = resting.trying
-        tokens = 1 + sum(sum(chances_N[:nodes]) for chances_N in chances_BN) / batch
-        for chances_N, tree, mood in zip(chances_BN, trees, moods, strict=True):
+        gained = alike * sum(sum(chances_N[:nodes]) for chances_N, nodes in zip(chances_BN, counts, strict=True))
+        for chances_N, tree, mood, nodes in zip(chances_BN, trees, moods, counts, strict=True):
             if len(trees) == 1 or max(tree.on_host[2], default=0) == ran:  # else it may have stopped before the others
-                self._learn_gain(tree, chances_N, ran, nodes, mood)
-            mood.pace = 0.8 * mood.pace + 0.2 * rate * V[1] / batch
+                self._learn_gain(self._gains(batch), tree, chances_N, ran, nodes, mood)
+            mood.pace = 0.8 * mood.pace + 0.2 * rate * V[0] / batch
             mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
-        resting.drafted(tokens, (spent + V[1 + nodes]) / V[1], nodes)
-        return max(nodes, int(trying))
+        if ragged:
+            resting.nodes = 0.7 * resting.nodes + 0.3 * taken
+        resting.drafted(1 + gained / batch, (spent + V[taken]) / V[0], taken, alike)
+        if trying and taken == 0:
+            likeliest = max(range(len(trees)), key=lambda b: chances_BN[b][:1])
+            return [int(b == likeliest or not ragged) for b in range(len(trees))]
+        return counts
 
-    def _learn_gain(self, tree: Tree, chances_N: Sequence[float], ran: int, nodes: int, mood: Mood) -> None:
+    def _learn_gain(
+        self, gains: list[float], tree: Tree, chances_N: Sequence[float], ran: int, nodes: int, mood: Mood
+    ) -> None:
         """Of the deepest level: what the nodes verified are worth more than as many without it would be."""
         if ran < 2 or len(tree) == 0:
             return
@@ -428,12 +503,13 @@ class Chooser:
         gained = sum(chances_N[:nodes]) - sum(shallow[:nodes])
         likely = sum(math.exp(s) for s, depth in zip(tree.scores, depths, strict=True) if depth == ran - 1)
         at = min(ran - 1, _DEPTHS) - 1
-        self.gains[at] += 0.05 * (gained / max(mood.trust * likely, 1e-3) - self.gains[at])
+        gains[at] += 0.05 * (gained / max(mood.trust * likely, 1e-3) - gains[at])
 
     def fade(self) -> None:
         """At every step, plain ones too: what made trees too dear is forgotten, or nothing would be judged again."""
         self.calibration.fade()
-        self.gains = [gain + (1 - _FADE) * (_GAIN - gain) for gain in self.gains]
+        for gains in self.gains.values():
+            gains[:] = [gain + (1 - _FADE) * (_GAIN - gain) for gain in gains]
 
     def learn(self, tree: Tree, path: Sequence[int], mood: Mood) -> None:
         """What became of a tree that this chose."""

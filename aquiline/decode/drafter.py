@@ -80,51 +80,65 @@ class EagleDrafter:
         drafting = [(b, config) for b, row in enumerate(rows) if (config := row.tree_that_fits()) is not None]
         fixed = [(b, config) for b, config in drafting if not config.auto]
         auto = [(b, config) for b, config in drafting if config.auto]
-        if auto and chooser is not None and chooser.resting(rows[auto[0][0]].mood, len(rows)).rests():
-            auto = []
+        alike = 1
+        if auto and chooser is not None:
+            resting = chooser.resting(rows[auto[0][0]].mood, len(rows))
+            if resting.rests():
+                auto = []
+            elif resting.trying:  # one for all: others may never have to read what came while they rested
+                alike = len(auto)
+                auto = [min(auto, key=lambda pair: sum(map(len, rows[pair[0]].pending_aux)))]
         if fixed:
             made, _ = self.grow([rows[b] for b, _ in fixed], [config for _, config in fixed])
             for (b, _), tree in zip(fixed, made, strict=True):
                 trees[b] = tree
         if auto:
             assert chooser is not None
-            taken = max(map(len, trees))  # nodes that the pass has room for anyhow
-            made = self._grow_what_pays([rows[b] for b, _ in auto], [c for _, c in auto], chooser, len(rows), taken)
+            taken = list(map(len, trees))
+            made = self._grow_what_pays(
+                [rows[b] for b, _ in auto], [c for _, c in auto], chooser, len(rows), taken, alike
+            )
             for (b, _), tree in zip(auto, made, strict=True):
                 trees[b] = tree
         return trees
 
     def _grow_what_pays(
-        self, rows: list[Row], configs: list[TreeConfig], chooser: Chooser, batch: int, taken: int
+        self, rows: list[Row], configs: list[TreeConfig], chooser: Chooser, batch: int, taken: list[int], alike: int
     ) -> list[Tree]:
         """Trees within the limits that the chooser sets, and of each as many nodes as pay.
 
-        The target pass to come has `batch` rows, and holds `taken` nodes of some of them whatever is chosen.
+        The target pass to come has `batch` rows, and holds so many nodes of each (`taken`) whatever is chosen. Each
+        row that drafts stands for so many (`alike`), were all to draft.
         """
-        moods, context = [row.mood for row in rows], max(len(row.known) for row in rows)
-        V = chooser.costs.of("target", batch, context).table()
-        V = [V[max(n, min(1 + taken, len(V) - 1))] for n in range(len(V))] if taken else V
-        first, level = (chooser.costs.of(kind, len(rows), context) for kind in ("first", "level"))
-        limits = [chooser.limits(config, mood) for config, mood in zip(configs, moods, strict=True)]
+        began = time.perf_counter()
+        moods, context, number = [row.mood for row in rows], max(len(row.known) for row in rows), alike * len(rows)
+        resting = chooser.resting(moods[0], batch)
+        first, level = (chooser.costs.of(kind, number, context) for kind in ("first", "level"))
+        limits = [chooser.limits(c, mood, batch, context) for c, mood in zip(configs, moods, strict=True)]
         width = max(limit.top_k for limit in limits)
-        worth = [chooser.worth(mood, level(width) / len(rows), batch / V[1]) for mood in moods]
+        plain = chooser.pass_seconds(batch, context, taken, 0)[0]
+        margin = chooser.margin(batch, context, taken, resting)
+        worth = [chooser.worth(mood, level(width) / number, margin, batch, batch / plain) for mood in moods]
         new = max(sum(map(len, row.pending_aux)) for row in rows)
         usual = new <= LONGEST_CATCH_UP and all(self.cache.lengths[row.slot] for row in rows)  # no prompt is among them
         trees, seconds = self.grow(rows, limits, worth)
-        if usual:
-            chooser.costs.observe(first, new, seconds[0])
-        for of_level in seconds[1:]:
-            chooser.costs.observe(level, width, of_level)
-        spent = first(new if new <= LONGEST_CATCH_UP else 1) + (len(seconds) - 1) * level(width)
-        nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods, chooser.resting(moods[0], batch))
-        return [tree.prefix(nodes) for tree in trees]
+        spent = first(new if usual and alike == 1 else 1) + (len(seconds) - 1) * level(width)
+        V = chooser.pass_seconds(batch, context, taken, alike * sum(map(len, trees)))
+        nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods, resting, alike)
+        made = [tree.prefix(n) for tree, n in zip(trees, nodes, strict=True)]
+        if alike == 1:
+            for of_level in seconds[1:]:
+                chooser.costs.observe(level, width, of_level)
+            if usual:  # with all that a cycle's trees cost beside their levels
+                chooser.costs.observe(first, new, time.perf_counter() - began - sum(seconds[1:]))
+        return made
 
     def grow(
         self, rows: list[Row], configs: list[TreeConfig], worth: Sequence[Sequence[float]] = ()
     ) -> tuple[list[Tree], list[float]]:
         """EAGLE-2: expand the best nodes of each level as one batch, then re-rank all nodes made. `worth`: how likely
-        each row's nodes of depth 1, 2, ... must be, together, to be run. Returns the trees, and the seconds of each
-        level, with what was new of the rows in the first.
+        each row's node must be to be run, and then those of depth 1, 2, ... together. Returns the trees, and the
+        seconds of each level, with what was new of the rows in the first.
         """
         grow = self.model.grower(self.embedding)
         if grow is None:
@@ -151,12 +165,13 @@ class EagleDrafter:
         self._caught_up(rows)
         feature_BH, hidden_BH = (_joined([last[row.slot][i] for row in rows]) for i in range(2))
         levels = _Levels(self, [row.slot for row in rows], feature_BH)
-        builder = TreeBuilder(configs, self.model.vocab.target_ids_W)
+        least = [of_row[0] for of_row in worth]
+        builder = TreeBuilder(configs, self.model.vocab.target_ids_W, least)
         level = builder.extend(*self.model.top(hidden_BH, builder.top_k))
         while level is not None:
             if worth:
                 likely = level.scores_BK.exp().sum(1).tolist()
-                if all(a < of_row[level.depth - 1] for a, of_row in zip(likely, worth, strict=True)):
+                if all(a < of_row[level.depth] for a, of_row in zip(likely, worth, strict=True)):
                     break
             laps.append(time.perf_counter())
             level = builder.extend(*levels.run(level, builder.top_k))
@@ -288,8 +303,8 @@ class NgramDrafter:
             tree = self._lookup(row.known, dataclasses.replace(config, top_k=1))
         if len(tree) == 0:
             return tree
-        V = chooser.costs.of("target", batch, len(row.known)).table()
-        return tree.prefix(chooser.nodes([tree], 1, V, 0.0, batch, [row.mood]))
+        V = chooser.pass_seconds(batch, len(row.known), (), len(tree))
+        return tree.prefix(chooser.nodes([tree], 1, V, 0.0, batch, [row.mood])[0])
 
     def _lookup(self, known: list[int], config: TreeConfig | None) -> Tree:
         if config is None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from aquiline.config import Limits, SamplingConfig, TreeConfig, UserError, require
-from aquiline.decode.cost import PROBED, WIDTHS, Chooser, Costs, costs_file
+from aquiline.decode.cost import PROBED, PROBED_WIDTHS, Chooser, Costs, costs_file
 from aquiline.decode.drafter import Drafter, EagleDrafter, NgramDrafter, Row
 from aquiline.decode.sampling import Grammar, Sampler, TokenLogprobs
 from aquiline.decode.slots import Slots
@@ -221,7 +221,7 @@ class Engine:
             return None
         if self.chooser is None:
             depends = self._what_costs_depend_on(self.drafter)
-            self.chooser = Chooser(Costs(costs_file(cache_folder(), depends), depends))
+            self.chooser = Chooser(Costs(costs_file(cache_folder(), depends), depends), self.target.ragged)
         if not self.chooser.costs.known(len(rows)):
             context, slots = max(len(row.known) for row in rows), [row.slot for row in rows]
             level = functools.partial(self.drafter.probe_level, slots)
@@ -242,7 +242,7 @@ class Engine:
             "cpu": [cpu_name(), *sorted(cpu_flags())],
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "threads": torch.get_num_threads(),
-            "probed": [*PROBED, *WIDTHS],
+            "probed": [*PROBED, *PROBED_WIDTHS],
             "decoding": [self.target.decoding, kernel_fingerprint(), str(torch.__version__)],
             "target": [repr(self.target.config), str(self.target.dtype)],
             "draft": [type(drafter).__name__, *(() if model is None else (repr(model.config), str(model.dtype)))],

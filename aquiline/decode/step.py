@@ -12,6 +12,7 @@ The plain step is the same cycle with empty trees.
 Letters: B rows, N tokens of the pass, A width of aux.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,8 @@ def speculative_step(
     flat = flatten(trees, [row.known[-1] for row in rows], [len(row.known) - 1 for row in rows])
     mask_BNN = flat.mask_BNN if flat.ids_BN.shape[1] > 1 else None
     lap("other")
-    out = target(flat.ids_BN, flat.positions_BN, mask_BNN, cache, [row.slot for row in rows])
+    slots, counts = [row.slot for row in rows], flat.counts
+    out = target(flat.ids_BN, flat.positions_BN, mask_BNN, cache, slots, counts=counts)
     outcomes = _verify_batch(target, rows, trees, out)
     for b, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
         _keep(cache, drafter, row, outcome.verdict, out, b)
@@ -86,7 +88,8 @@ def speculative_step(
             if row.tree is not None and row.tree.auto:
                 chooser.learn(outcome.tree, outcome.verdict.path, row.mood)
         costs = chooser.costs.of("target", len(rows), max(len(row.known) for row in rows))
-        chooser.costs.observe(costs, flat.ids_BN.shape[1], time.perf_counter() - began)
+        tokens = sum(counts) / len(rows) if target.ragged else max(counts)
+        chooser.costs.observe(costs, tokens, time.perf_counter() - began)
     return outcomes
 
 
@@ -96,24 +99,32 @@ def _verify_batch(target: Target, rows: Sequence[Row], trees: Sequence[Tree], ou
     others = [b for b in range(len(rows)) if b not in greedy]
     outcomes: dict[int, Outcome] = {}
     if greedy:
-        best_BN = target.best(_of(out.last_BND, greedy)).tolist()
+        states_MD, ends = _states(out, trees, greedy)
+        best_M = target.best(states_MD).tolist()
         lap("target")
-        for b, best_N in zip(greedy, best_BN, strict=True):
-            verdict = verify(trees[b], rows[b].sampler, len(rows[b].known), argmax_N=best_N)
+        for b, (start, end) in zip(greedy, ends, strict=True):
+            verdict = verify(trees[b], rows[b].sampler, len(rows[b].known), argmax_N=best_M[start:end])
             outcomes[b] = Outcome(trees[b], verdict)
         lap("accept")
     if others:
-        logits_BNV = target.logits(_of(out.last_BND, others))
+        states_MD, ends = _states(out, trees, others)
+        logits_MV = target.logits(states_MD)
         lap("target")
-        for b, logits_NV in zip(others, logits_BNV, strict=True):
-            outcomes[b] = _verify(rows[b], trees[b], logits_NV)
+        for b, (start, end) in zip(others, ends, strict=True):
+            outcomes[b] = _verify(rows[b], trees[b], logits_MV[start:end])
         lap("accept")
     return [outcomes[b] for b in range(len(rows))]
 
 
-def _of(x: Tensor, rows: list[int]) -> Tensor:
-    """Some rows; all of them are no copy."""
-    return x if len(rows) == len(x) else x[rows]
+def _states(out: PassOutput, trees: Sequence[Tree], rows: list[int]) -> tuple[Tensor, list[tuple[int, int]]]:
+    """What the head reads of these rows, `[M, D]` without padding, and where each row's part begins and ends."""
+    (B, N), counts = out.last_BND.shape[:2], [1 + len(trees[b]) for b in rows]
+    ends = list(itertools.accumulate(counts))
+    states_MD = out.last_BND.flatten(0, 1)
+    if ends[-1] < B * N:  # all of them are no copy
+        places = [b * N + n for b, count in zip(rows, counts, strict=True) for n in range(count)]
+        states_MD = states_MD[torch.tensor(places, device=states_MD.device)]
+    return states_MD, list(zip([0, *ends], ends, strict=False))
 
 
 def _verify(row: Row, tree: Tree, logits_NV: Tensor) -> Outcome:

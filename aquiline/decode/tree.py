@@ -105,6 +105,7 @@ class Flat(NamedTuple):
     ids_BN: Tensor  # int64, target ids
     positions_BN: Tensor  # int64, absolute
     mask_BNN: Tensor  # bool, True = may attend
+    counts: list[int]  # of each row: tokens before the padding
 
 
 def flatten(trees: Sequence[Tree], last_tokens: Sequence[int], positions: Sequence[int]) -> Flat:
@@ -128,7 +129,8 @@ def flatten(trees: Sequence[Tree], last_tokens: Sequence[int], positions: Sequen
         seen += b"".join(sees)
     device = trees[0].tokens_N.device
     ids_BN, positions_BN = torch.tensor([all_ids, all_positions]).to(device)
-    return Flat(ids_BN, positions_BN, torch.frombuffer(seen, dtype=torch.bool).view(-1, size, size).to(device))
+    mask_BNN = torch.frombuffer(seen, dtype=torch.bool).view(-1, size, size).to(device)
+    return Flat(ids_BN, positions_BN, mask_BNN, [1 + len(tree) for tree in trees])
 
 
 class Level(NamedTuple):
@@ -160,7 +162,8 @@ class TreeBuilder:
     trees = builder.rerank()                      # may come earlier: then the trees are less deep
     """
 
-    def __init__(self, configs: Sequence[TreeConfig], target_ids_W: Tensor) -> None:
+    def __init__(self, configs: Sequence[TreeConfig], target_ids_W: Tensor, least: Sequence[float] = ()) -> None:
+        """`least`: how likely a row's node must be to be run."""
         device, num_rows = target_ids_W.device, len(configs)
         self._configs = configs
         self._target_ids_W = target_ids_W
@@ -170,6 +173,7 @@ class TreeBuilder:
         self._top_k_B1, self._depth_B1 = torch.tensor(
             [[c.top_k for c in configs], [c.depth for c in configs]], device=device
         )[..., None]
+        self._least_B1 = torch.tensor(least, device=device)[:, None].log() if least else None
         self._rank_K = torch.arange(k, device=device)
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
         self._depth = 0
@@ -218,6 +222,8 @@ class TreeBuilder:
         if self._mixed:  # only the row's own top-k best go on
             rank_K = torch.arange(best_BK.shape[1], device=best_BK.device)
             self._ran_scores_BK = self._ran_scores_BK.masked_fill(rank_K >= self._top_k_B1, -torch.inf)
+        if self._least_B1 is not None:
+            self._ran_scores_BK = self._ran_scores_BK.masked_fill(self._ran_scores_BK < self._least_B1, -torch.inf)
         self._ran_nodes_BK = self._num_made - made + best_BK
         itself_KK = torch.eye(best_BK.shape[1], dtype=torch.bool, device=best_BK.device)
         self._ran_mask_BKM = torch.cat([seen_BKM, itself_KK.expand(num_rows, -1, -1)], dim=2)

@@ -94,6 +94,7 @@ class _Pass(ctypes.Structure):
         ("mask", ctypes.c_void_p),
         ("mask_row_stride", ctypes.c_int64),
         *((n, ctypes.c_void_p) for n in ("own_keys", "own_values")),
+        ("counts", ctypes.POINTER(ctypes.c_int32)),
         *((n, ctypes.c_int32) for n in ("rows", "tokens", "own")),
         ("capture", ctypes.c_void_p),
         *((n, ctypes.c_int32) for n in ("num_captured", "threads")),
@@ -391,9 +392,11 @@ class Decoder:
         *,
         embeds_BND: Tensor | None = None,
         earlier_LBGOE: tuple[Tensor, Tensor] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> DecoderOutput:
-        """One pass over B rows of N tokens. `mask_BNO` is True where token n may see own token o: those drafted
-        `earlier` in the cycle, then the N of this pass; None is causal. All kept tokens of a row are visible.
+        """One pass over B rows of N tokens, or of the first `counts` of these: what comes out behind them is anything.
+        `mask_BNO` is True where token n may see own token o: those drafted `earlier` in the cycle, then the N of this
+        pass; None is causal. All kept tokens of a row are visible.
         """
         lib = library()
         assert lib is not None
@@ -409,6 +412,8 @@ class Decoder:
         positions = positions_BN.expand(B, N).contiguous()
         mask = None if mask_BNO is None else mask_BNO.contiguous()
         _fits(positions.dtype == torch.int64, f"positions of {positions.dtype}")
+        counts = [N] * B if counts is None else counts
+        _fits(len(counts) == B and all(1 <= count <= N for count in counts), f"{counts} of {B} rows of {N} tokens")
         for x in (residual, embeds):
             _fits(x is None or x.shape == (B, N, D), f"states {residual.shape} for {B} rows of {N} tokens of width {D}")
         if mask is not None:
@@ -424,7 +429,7 @@ class Decoder:
                 _Pass(
                     *map(_pointer, (residual, embeds, positions)), *self._past(cache, slots, B),
                     _pointer(mask), 0 if mask is None or len(mask) == 1 else N * own,
-                    _pointer(keys), _pointer(values), B, N, own,
+                    _pointer(keys), _pointer(values), (ctypes.c_int32 * B)(*counts), B, N, own,
                     _pointer(self._captured), len(self._captured), torch.get_num_threads(),
                     *map(_pointer, (aux, feature, last)),
                 )
@@ -465,8 +470,8 @@ class Decoder:
         """Read what is new of each row, `counts` of N, into the cache, and make trees behind it, as `TreeBuilder`
         (tree.py) makes them.
 
-        `limits`: depth, top-k and nodes of each row. `worth`: how likely, together, a row's nodes of depth 1, 2, ...
-        must be to be run; nothing is asked of deeper ones.
+        `limits`: depth, top-k and nodes of each row. `worth`: how likely a row's node must be to be run, and then those
+        of depth 1, 2, ... together; nothing is asked of deeper ones.
         """
         lib = library()
         assert lib is not None
@@ -483,9 +488,14 @@ class Decoder:
         _fits(all(depth >= 1 and k >= 1 and nodes >= 1 for depth, k, nodes in limits), f"limits {limits}")
         widths = [(depth, min(k, len(target_ids_W)), nodes) for depth, k, nodes in limits]
         depth, top_k, nodes = ((ctypes.c_int32 * B)(*of_rows) for of_rows in zip(*widths, strict=True))
-        made, seconds, least = (ctypes.c_int32 * B)(), (ctypes.c_float * deepest)(), (ctypes.c_float * (B * deepest))()
+        made, seconds, least = (
+            (ctypes.c_int32 * B)(),
+            (ctypes.c_float * deepest)(),
+            (ctypes.c_float * (B * (1 + deepest)))(),
+        )
         for b, of_row in enumerate(worth):
-            least[b * deepest : b * deepest + min(deepest, len(of_row))] = list(of_row[:deepest])
+            at, count = b * (1 + deepest), min(1 + deepest, len(of_row))
+            least[at : at + count] = list(of_row[:count])
         tokens, parents, depths = torch.empty(3, B, room, dtype=torch.int64)
         scores = torch.empty(B, room)
         for slot, count in zip(slots, counts, strict=True):

@@ -13,7 +13,7 @@ Shapes: as in target.py; S cached slots, H heads.
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -217,6 +217,7 @@ class HFTarget(Target):
         cache: KVCache | None = None,
         slots: list[int] | None = None,
         documents: list[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> PassOutput:
         if documents is not None and len(documents) > 2 and ids_BN.shape[1] > self.config.max_positions:
             return self._one_by_one(ids_BN, positions_BN, documents)

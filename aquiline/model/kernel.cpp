@@ -8,7 +8,7 @@
 //
 // float32 inside; with bf16 weights, what enters a projection, queries, keys and values are rounded to bf16.
 //
-// Letters: M tokens of the pass, B rows, N = M / B, H heads, G kv heads, E head width, D width.
+// Letters: B rows, N places for tokens in each, M tokens computed, H heads, G kv heads, E head width, D width.
 // Packed weights: blocks of 16 outputs; within a block [in / 2][16][2] (bf16: what AMX and AVX512-BF16 read), or
 // [in][16] (float32). `in` is padded to a multiple of 32, `out` to one of 16.
 
@@ -25,6 +25,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <numeric>
 #include <vector>
 
 namespace {
@@ -196,6 +197,7 @@ struct Pass {
   const uint8_t* mask;                          // [B or 1, N, own] bytes, null: causal
   int64_t mask_row_stride;
   void *own_keys, *own_values;                  // [L, B, G, own, E]; the pass writes the last N of `own`
+  const int32_t* counts;                        // per row: how many of its N tokens are computed, the first ones
   int32_t rows, tokens, own;                    // B, N, tokens the mask speaks of
   const int32_t* capture;                       // layers whose output goes to aux
   int32_t num_captured, threads;
@@ -212,7 +214,8 @@ struct Growth {
   const int64_t* ids;                    // [B, N], the tokens these embed
   const int32_t* counts;                 // [B], how many of them there are, at least 1
   const int32_t *depth, *top_k, *nodes;  // [B], the limits of each tree, at least 1
-  const float* worth;                    // [B, deepest]: how likely nodes of depth 1, ... must be, together, to be run
+  const float* worth;                    // [B, 1 + deepest]: how likely a node must be to be run, then those of depth
+                                         // 1, ... together
   int32_t new_rows, norm_output, room;   // new_rows: N
   int64_t *tokens, *parents, *depths;    // [B, room]; a parent of -1 is the root
   float* scores;                         // [B, room]
@@ -588,21 +591,26 @@ struct Runner {
   const Pass& p;
   int64_t M, D, H, G, E, group;
   bool tiles, draft;
-  const T *entering, *embeds;  // [M, D]
+  const T *entering, *embeds;  // [B * N, D]
+  std::vector<int64_t> first, place;  // of a row its first token, with M behind them; of a token its place among B * N
   std::vector<float> residual, qkv, cos, sin;  // cos, sin: [M, E / 2]
   Inputs x, attended, inner;
   std::vector<Scratch> scratch;
   Meeting meeting;
 
   Runner(const Model& model, const Pass& pass)
-      : m(model), p(pass), M(int64_t(pass.rows) * pass.tokens), D(model.width), H(model.heads), G(model.kv_heads),
+      : m(model), p(pass), M(std::accumulate(pass.counts, pass.counts + pass.rows, int64_t(0))), D(model.width), H(model.heads), G(model.kv_heads),
         E(model.head_dim), group(H / G), tiles(tiles_granted && model.tiles && model.bf16_weights),
         draft(model.layers[0].feature_norm != nullptr), entering(static_cast<const T*>(p.residual)),
         embeds(static_cast<const T*>(p.embeds)), residual(size_t(M * D)),
         qkv(size_t(M * (H + 2 * G) * E)), cos(size_t(M * E / 2)), sin(size_t(M * E / 2)), x(M, draft ? 2 * D : D, tiles, model.bf16_weights),
         attended(M, H * E, tiles, model.bf16_weights), inner(M, model.inner, tiles, model.bf16_weights) {
     int64_t past = 0;
-    for (int b = 0; b < p.rows; b++) past = std::max<int64_t>(past, p.past_lengths[b]);
+    for (int b = 0; b < p.rows; b++) {
+      past = std::max<int64_t>(past, p.past_lengths[b]);
+      first.push_back(int64_t(place.size()));
+      for (int64_t n = 0; n < p.counts[b]; n++) place.push_back(int64_t(b) * p.tokens + n);
+    }
     for (int t = 0; t < p.threads; t++) scratch.emplace_back(std::max(D, E), E, past + p.own);
   }
 
@@ -622,7 +630,7 @@ struct Runner {
 
   void enter() {
 #pragma omp for schedule(static) nowait
-    for (int64_t token = 0; token < M; token++) get_many(entering + token * D, state(token), D);
+    for (int64_t token = 0; token < M; token++) get_many(entering + place[size_t(token)] * D, state(token), D);
   }
 
   // What attention reads: the residual, normed; in a draft layer the embedding and the feature side by side.
@@ -636,7 +644,7 @@ struct Runner {
       norm_into_x(state(token), l.feature_norm, token, D);
       float* row = mine().row.data();
       if (m.normed_residual) std::copy(row, row + D, state(token));
-      get_many(embeds + token * D, row, D);
+      get_many(embeds + place[size_t(token)] * D, row, D);
       norm_into_x(row, l.input_norm, token, 0);
     }
   }
@@ -670,7 +678,7 @@ struct Runner {
 #pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++)
       for (int64_t i = 0; i < half; i++) {
-        float angle = float(p.positions[token]) * m.frequencies[i];
+        float angle = float(p.positions[place[size_t(token)]]) * m.frequencies[i];
         cos[size_t(token * half + i)] = std::cos(angle) * m.rotary_scale;
         sin[size_t(token * half + i)] = std::sin(angle) * m.rotary_scale;
       }
@@ -681,12 +689,12 @@ struct Runner {
 #pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
       float* row = qkv.data() + token * (H + 2 * G) * E;
-      int64_t b = token / p.tokens, place = p.own - p.tokens + token % p.tokens;
+      int64_t b = place[size_t(token)] / p.tokens, at = p.own - p.tokens + place[size_t(token)] % p.tokens;
       for (int64_t h = 0; h < H; h++) turn(row + h * E, l.q_norm, token);
       for (int64_t g = 0; g < G; g++) {
         turn(row + (H + g) * E, l.k_norm, token);
-        put_many(own(p.own_keys, layer, b, g) + place * E, row + (H + g) * E, E);
-        put_many(own(p.own_values, layer, b, g) + place * E, row + (H + G + g) * E, E);
+        put_many(own(p.own_keys, layer, b, g) + at * E, row + (H + g) * E, E);
+        put_many(own(p.own_values, layer, b, g) + at * E, row + (H + G + g) * E, E);
       }
     }
   }
@@ -721,13 +729,13 @@ struct Runner {
     }
   }
 
-  // Queries of this thread's scratch, by column: head i % group of the row's token i / group.
-  void take_queries(Scratch& s, int64_t b, int64_t g, int64_t first, int64_t queries) const {
+  // Queries of this thread's scratch, by column: head i % group of the row's token i / group, beginning at `from`.
+  void take_queries(Scratch& s, int64_t b, int64_t g, int64_t from, int64_t queries) const {
     float scale = 1.0f / std::sqrt(float(E));
     std::fill(s.q.begin(), s.q.end(), 0.0f);
     std::fill(s.packed.begin(), s.packed.end(), 0);
     for (int64_t i = 0; i < queries; i++) {
-      int64_t token = b * p.tokens + (first + i) / group, h = g * group + (first + i) % group;
+      int64_t token = first[size_t(b)] + (from + i) / group, h = g * group + (from + i) % group;
       const float* head = qkv.data() + (token * (H + 2 * G) + h) * E;
       for (int64_t e = 0; e < E; e++) {
         float value = head[e] * scale;
@@ -739,20 +747,20 @@ struct Runner {
   }
 
   // Up to 16 queries of one row and kv head. A query that sees nothing at all gets zeros.
-  void attend(int64_t layer, int64_t b, int64_t g, int64_t first, int64_t queries) {
+  void attend(int64_t layer, int64_t b, int64_t g, int64_t from, int64_t queries) {
     Scratch& s = mine();
     const float none = -std::numeric_limits<float>::infinity();
-    int64_t past = p.past_lengths[b], last_token = (first + queries - 1) / group;
-    int64_t seen = p.mask ? p.own : p.own - p.tokens + last_token + 1, keys = past + seen;
+    int64_t past = p.past_lengths[b], last_token = (from + queries - 1) / group;
+    int64_t seen = p.own - p.tokens + (p.mask ? p.counts[b] : last_token + 1), keys = past + seen;
     int64_t at = layer * p.past_layer_stride + p.past_offsets[b] + g * p.past_head_stride;
     const T *past_k = static_cast<const T*>(p.past_keys) + at, *past_v = static_cast<const T*>(p.past_values) + at;
     const T *own_k = own(p.own_keys, layer, b, g), *own_v = own(p.own_values, layer, b, g);
     float *scores = s.scores.data(), *own_scores = scores + past * kBlock;
-    take_queries(s, b, g, first, queries);
+    take_queries(s, b, g, from, queries);
     score(past_k, past, s, scores);
     score(own_k, seen, s, own_scores);
     for (int64_t i = 0; i < queries; i++) {
-      int64_t n = (first + i) / group;
+      int64_t n = (from + i) / group;
       for (int64_t o = 0; o < seen; o++) {
         bool sees = p.mask ? p.mask[b * p.mask_row_stride + n * p.own + o] : o <= p.own - p.tokens + n;
         if (!sees) own_scores[o * kBlock + i] = none;
@@ -782,7 +790,7 @@ struct Runner {
           s.out[size_t(q * E + e)] = sum_here;
         }
       for (int64_t q = 0; q < std::min<int64_t>(4, queries - i); q++) {
-        int64_t token = b * p.tokens + (first + i + q) / group, h = g * group + (first + i + q) % group;
+        int64_t token = first[size_t(b)] + (from + i + q) / group, h = g * group + (from + i + q) % group;
         float* out = s.out.data() + q * E;
         float scale = std::isinf(inverse[i + q]) ? 0.0f : inverse[i + q];  // it sees nothing
         for (e = 0; e < E; e++) out[e] *= scale;
@@ -809,8 +817,9 @@ struct Runner {
     int64_t chunks = (queries + size - 1) / size;
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t item = 0; item < p.rows * G * chunks; item++) {
-      int64_t b = item / (G * chunks), g = item / chunks % G, first = item % chunks * size;
-      attend(layer, b, g, first, std::min(size, queries - first));
+      int64_t b = item / (G * chunks), g = item / chunks % G, from = item % chunks * size;
+      int64_t left = p.counts[b] * group - from;
+      if (left > 0) attend(layer, b, g, from, std::min(size, left));
     }
   }
 
@@ -839,7 +848,7 @@ struct Runner {
       if (p.capture[c] == layer) {
 #pragma omp for schedule(static) nowait
         for (int64_t token = 0; token < M; token++)
-          put_many(static_cast<T*>(p.aux) + (token * p.num_captured + c) * D, state(token), D);
+          put_many(static_cast<T*>(p.aux) + (place[size_t(token)] * p.num_captured + c) * D, state(token), D);
       }
   }
 
@@ -878,9 +887,9 @@ struct Runner {
 #pragma omp for schedule(static) nowait
       for (int64_t token = 0; token < M; token++) {
         float *row = state(token), *normed = mine().row.data();
-        put_many(static_cast<T*>(p.feature) + token * D, row, D);
+        put_many(static_cast<T*>(p.feature) + place[size_t(token)] * D, row, D);
         rms_norm(row, m.final_norm, D, m.eps, normed);
-        put_many(static_cast<T*>(p.last) + token * D, normed, D);
+        put_many(static_cast<T*>(p.last) + place[size_t(token)] * D, normed, D);
       }
       if (tiles) close_tiles();
     }
@@ -990,7 +999,7 @@ class Grower {
     expand(1);
     for (depth = 1, width = 1; depth < deepest; depth++, width = K) {
       bool any = false;
-      for (int64_t b = 0; b < B; b++) any |= choose(b, g.worth[b * deepest + depth - 1]);
+      for (int64_t b = 0; b < B; b++) any |= choose(b, g.worth + b * (1 + deepest));
       began = lap(depth - 1, began);
       if (!any) break;
       run_level();
@@ -1027,7 +1036,7 @@ class Grower {
       embed(g.ids[i], &embeds[size_t(i * D)]);
     }
     keys.resize(size_t(M * m.num_layers * G * E)), values.resize(keys.size()), last.resize(fused.size());
-    run_pass(residual, embeds, positions, nullptr, N, N, next);
+    run_pass(residual, embeds, positions, nullptr, g.counts, N, N, next);
     for (int64_t i = 0; i < m.num_layers * B * G; i++) {
       int64_t layer = i / (B * G), b = i / G % B;
       int64_t at = layer * cache.past_layer_stride + cache.past_offsets[b] + i % G * cache.past_head_stride;
@@ -1048,14 +1057,14 @@ class Grower {
     keys.clear(), values.clear();
   }
 
-  // One pass, over N tokens of each row; what the mask speaks of is `own`, whose keys and values end in theirs.
+  // One pass, over `counts` of N tokens of each row; what the mask speaks of is `own`, whose keys and values end in theirs.
   void run_pass(const std::vector<T>& residual, const std::vector<T>& embeds, const std::vector<int64_t>& positions,
-                const uint8_t* mask, int64_t N, int64_t own, std::vector<T>& next) {
+                const uint8_t* mask, const int32_t* counts, int64_t N, int64_t own, std::vector<T>& next) {
     Pass p = cache;
     p.residual = residual.data(), p.embeds = embeds.data(), p.positions = positions.data();
     p.mask = mask, p.mask_row_stride = N * own;
     p.own_keys = keys.data(), p.own_values = values.data();
-    p.tokens = int32_t(N), p.own = int32_t(own);
+    p.counts = counts, p.tokens = int32_t(N), p.own = int32_t(own);
     p.feature = next.data(), p.last = last.data();
     Runner<T>(m, p).run();
   }
@@ -1063,18 +1072,24 @@ class Grower {
   bool tiles() const { return m.bf16_weights && m.tiles && tiles_granted; }
   void embed(int64_t token, T* to) const { std::copy_n(static_cast<const T*>(g.embedding) + token * D, D, to); }
 
-  // Children of the nodes run last, of each row's `places` one after the other.
+  // Children of the nodes run last, for which a row has so many `places`.
   void expand(int64_t places) {
-    std::vector<int64_t> ids(size_t(B * places * K));
+    std::vector<T> states;
+    for (int64_t b = 0; b < B; b++) {
+      auto from = last.begin() + b * places * D;
+      states.insert(states.end(), from, from + int64_t(rows[size_t(b)].ran.size()) * D);
+    }
+    int64_t ran = int64_t(states.size()) / D, number = 0;
+    std::vector<int64_t> ids(size_t(ran * K));
     std::vector<float> steps(ids.size());
-    linear(*g.head, last.data(), B * places, m.bf16_weights, tiles(), nullptr, ids.data(), steps.data(), int(K),
+    linear(*g.head, states.data(), ran, m.bf16_weights, tiles(), nullptr, ids.data(), steps.data(), int(K),
            cache.threads);
     for (int64_t b = 0; b < B; b++) {
       Row& row = rows[size_t(b)];
       row.latest = row.nodes.size();
-      for (size_t place = 0; place < row.ran.size(); place++)
+      for (size_t place = 0; place < row.ran.size(); place++, number++)
         for (int64_t child = 0; child < g.top_k[b]; child++) {
-          size_t at = size_t((b * places + int64_t(place)) * K + child);
+          size_t at = size_t(number * K + child);
           int64_t parent = row.ran[place];
           float score = (parent < 0 ? 0.0f : row.nodes[size_t(parent)].score) + std::min(steps[at], 0.0f);
           if (score > -std::numeric_limits<float>::infinity())
@@ -1100,14 +1115,16 @@ class Grower {
   }
 
   // The nodes to run next, if they are worth it; whether there are any.
-  bool choose(int64_t b, float worth) {
+  bool choose(int64_t b, const float* worth) {
     Row& row = rows[size_t(b)];
     std::vector<int64_t> chosen;
     if (depth < g.depth[b] && !row.ran.empty()) chosen = best(row, row.latest, g.top_k[b]);
+    auto chance = [&](int64_t node) { return std::exp(row.nodes[size_t(node)].score); };
+    while (!chosen.empty() && chance(chosen.back()) < worth[0]) chosen.pop_back();
     float likely = 0;
-    for (int64_t node : chosen) likely += std::exp(row.nodes[size_t(node)].score);
+    for (int64_t node : chosen) likely += chance(node);
     row.ran.clear();
-    if (likely >= worth) row.ran = chosen;
+    if (likely >= worth[depth]) row.ran = chosen;
     std::vector<std::vector<uint8_t>> sees;
     for (size_t i = 0; i < row.ran.size(); i++) {
       sees.push_back(row.sees[row.nodes[size_t(row.ran[i])].place]);
@@ -1118,25 +1135,26 @@ class Grower {
     return !row.ran.empty();
   }
 
-  // One pass over the nodes chosen; a row with fewer than K has idle ones behind, which see themselves.
+  // One pass over the nodes chosen; behind fewer than K of a row there are places that are not computed.
   void run_level() {
     int64_t own = depth * K, M = B * K, per_token = m.num_layers * m.kv_heads * m.head_dim;
     std::vector<T> residual(size_t(M * D)), embeds(size_t(M * D)), next(size_t(M * D));
     std::vector<T> new_keys(size_t(B * own * per_token)), new_values(new_keys.size());
     std::vector<int64_t> positions(static_cast<size_t>(M));
     std::vector<uint8_t> mask(size_t(M * own), 0);
-    for (int64_t b = 0; b < B; b++)
-      for (int64_t i = 0; i < K; i++) {
-        const Row& row = rows[size_t(b)];
-        int64_t token = b * K + i;
+    std::vector<int32_t> counts;
+    for (int64_t b = 0; b < B; b++) {
+      const Row& row = rows[size_t(b)];
+      counts.push_back(int32_t(row.ran.size()));
+      for (size_t i = 0; i < row.ran.size(); i++) {
+        int64_t token = b * K + int64_t(i);
         positions[size_t(token)] = lengths[size_t(b)] - 1 + depth;
-        mask[size_t(token * own + own - K + i)] = 1;
-        if (i >= int64_t(row.ran.size())) continue;
-        const Node& node = row.nodes[size_t(row.ran[size_t(i)])];
-        std::copy(row.sees[size_t(i)].begin(), row.sees[size_t(i)].end(), mask.begin() + token * own);
+        const Node& node = row.nodes[size_t(row.ran[i])];
+        std::copy(row.sees[i].begin(), row.sees[i].end(), mask.begin() + token * own);
         std::copy_n(&feature[size_t((b * width + int64_t(node.place)) * D)], D, &residual[size_t(token * D)]);
         embed(node.token, &embeds[size_t(token * D)]);
       }
+    }
     int64_t earlier = (own - K) * m.head_dim, all = own * m.head_dim;
     for (int64_t i = 0; earlier && i < m.num_layers * B * m.kv_heads; i++) {
       std::copy_n(&keys[size_t(i * earlier)], earlier, &new_keys[size_t(i * all)]);
@@ -1144,7 +1162,7 @@ class Grower {
     }
     keys.swap(new_keys), values.swap(new_values);
     last.resize(size_t(M * D));
-    run_pass(residual, embeds, positions, mask.data(), K, own, next);
+    run_pass(residual, embeds, positions, mask.data(), counts.data(), K, own, next);
     feature = g.norm_output ? last : std::move(next);
   }
 

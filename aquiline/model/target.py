@@ -8,7 +8,7 @@ Shapes: B rows, N tokens of the pass, D width, A = captured layers * D, L layers
 V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,6 +103,11 @@ class Target(nn.Module):
         raise NotImplementedError
 
     @property
+    def ragged(self) -> bool:
+        """Whether a pass computes no padding, if it is told what that is."""
+        return False
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 
@@ -126,9 +131,11 @@ class Target(nn.Module):
         cache: KVCache | None = None,
         slots: list[int] | None = None,
         documents: list[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> PassOutput:
         """One pass. `mask_BNN` is True where token n may see token m of the same pass (None: causal); every kept token
         of a row's slot is visible. Rows shorter than N are padded by the caller; a padded token must see itself.
+        `counts` says how many tokens of each row are no padding: what comes out for the others is anything.
         `documents` (first token of each, and the end) packs several into one row of a causal pass without a cache.
         """
         raise NotImplementedError
@@ -243,6 +250,10 @@ class LlamaTarget(Target):
     def decoding(self) -> str:
         return describe(self.dtype, self.device)
 
+    @property
+    def ragged(self) -> bool:
+        return self._decoder is not None
+
     def forward(
         self,
         ids_BN: Tensor,
@@ -251,10 +262,11 @@ class LlamaTarget(Target):
         cache: KVCache | None = None,
         slots: list[int] | None = None,
         documents: list[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> PassOutput:
         if self._decoder is not None:
             assert documents is None, "packed documents are for training"
-            out = self._decoder(self.embed(ids_BN), positions_BN, mask_BNN, cache, slots)
+            out = self._decoder(self.embed(ids_BN), positions_BN, mask_BNN, cache, slots, counts=counts)
             aux = out.last_BND if self.capture_after == TOP else out.aux_BNA
             return PassOutput(out.last_BND, aux, out.keys_LBGNE, out.values_LBGNE)
         context = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
