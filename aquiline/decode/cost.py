@@ -322,6 +322,7 @@ class Mood:
     price: float = 1.0  # of the last tree, its draft passes included, in plain steps
     pace: float = 1.0  # smoothed rate of its batch with trees, in plain ones
     nodes: float = 8.0  # smoothed, of its trees; of a batch where all nodes compete, of all of these
+    promise: float = 0.0  # smoothed, of what was tried for all
     trees: int = 0
     drafts: int = 0  # of all whose rests these are
 
@@ -349,10 +350,13 @@ class Mood:
 
     def drafted(self, tokens: float, price: float, nodes: int, alike: int = 1) -> None:
         """A tree was made of which so many `tokens` are expected, at a `price` in plain steps; without any node that
-        pays it has failed. One that stands for several has to promise more: all of them will have to catch up first.
+        pays it has failed. Those that stand for several have to promise more, and not by one row's luck: if they are
+        believed, all the others have to catch up.
         """
         now = math.log(max(tokens / price, 1e-3)) if nodes else min(-math.log(price), -0.01)
-        now -= _CATCH_UP_PRICE * (alike > 1)
+        if alike > 1:
+            self.promise += 0.5 * (now - _CATCH_UP_PRICE - self.promise)
+            now = self.promise
         fresh = self.value is None or self.trying
         self.value = now if fresh or self.value is None else 0.7 * self.value + 0.3 * now
         self.trying, self.price = False, price
