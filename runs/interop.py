@@ -22,7 +22,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from interop_engines import ENVIRONMENTS, environment, forms, sglang_sources, trainers, vllm_flags  # noqa: E402
-from versus_peers import Answer, Peer, prepared, rate  # noqa: E402
+from versus_peers import Answer, Peer, adopting, prepared, rate  # noqa: E402
 
 from aquiline.api import Model, load  # noqa: E402
 from aquiline.config import UserError  # noqa: E402
@@ -89,7 +89,7 @@ def prove(given: argparse.Namespace, work: Path) -> dict[str, Any]:
             pythons[name] = environment(name, work)
         except (OSError, subprocess.CalledProcessError) as error:
             missing[name] = one_line(error)
-    with quiet(pause_file()) as found, open(work / "interop.log", "wb") as log:
+    with quiet(pause_file()) as found, adopting(), open(work / "interop.log", "wb") as log:
 
         def decode(python: str, way: dict[str, Any]) -> tuple[str, list[Answer]]:
             peer = Peer(python, {"chain": None, "tree": None} | settings | way, log)

@@ -1,18 +1,22 @@
 """What serving costs: the server against its own engine, and how long first tokens take under load.
 
-    python runs/serve_bench.py OUT.json FILE.jsonl... [--target default] [--server NAME=URL]...
+    python runs/serve_bench.py OUT.json FILE.jsonl... [--target default] [--server NAME=URL[=COMMAND]]...
 
 Throughput: `--batch` clients each ask for one reply at a time, and the same prompts run as one batch of the engine in
 this process, in turn, round by round. First tokens: 1, 8 and 32 clients ask at once, of `aquiline serve`, which is
-started here, and of every `--server`, any OpenAI-compatible one with the same model, in turn. No prompt comes twice
-before all have come once, so caches of prompts help nobody. The machine should have nothing else to do.
+started here, and of every `--server`, any OpenAI-compatible one with the same model, in turn; with a COMMAND it is
+started, too. No prompt comes twice before all have come once, so caches of prompts help nobody. Times count only from
+a machine that did nothing else.
 """
 
 import argparse
 import http.client
 import itertools
 import json
+import os
 import re
+import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,11 +24,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from versus_peers import adopting
 
 from aquiline.api import Model, load
 from aquiline.config import UserError
@@ -33,6 +39,7 @@ from aquiline.data.server import Endpoint
 from aquiline.decode.engine import Engine
 from aquiline.files.disk import write_json_atomic
 from aquiline.measure.evaluate import machine, model_settings, versions
+from aquiline.measure.quiet import pause_file, quiet
 from aquiline.measure.tasks import read_prompts, task_name
 
 CLIENTS = (1, 8, 32)
@@ -90,21 +97,25 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--server", action="append", default=[], metavar="NAME=URL")
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=URL[=COMMAND]")
     given = parser.parse_args()
     asked = {task_name(path): read_prompts(path) for path in given.files}
     prompts = itertools.cycle([p.messages for group in itertools.zip_longest(*asked.values()) for p in group if p])
     model = load(given.target, given.draft, dtype=given.dtype)
-    with serving(given) as own:
-        servers = {"aquiline": own} | {n: Endpoint(u) for n, _, u in (s.partition("=") for s in given.server)}
+    with quiet(pause_file()) as found, adopting(), ExitStack() as running:
+        own = running.enter_context(serving(given))
+        servers = {"aquiline": own}
+        for name, url, *command in (text.split("=", 2) for text in given.server):
+            servers[name] = running.enter_context(another(url, command))
         throughput = compare(model, own, prompts, given)
         first = first_tokens(servers, prompts, given)
+    found.require()
     record = {
         "throughput": throughput,
         "first_token_seconds": first,
         "settings": model_settings(model, asked)
         | {"batch": given.batch, "max_new_tokens": given.max_new_tokens, "rounds": given.rounds},
-        "machine": machine(model.target.device),
+        "machine": machine(model.target.device) | found.record(),
         "versions": versions(),
         "definitions": DEFINITIONS,
     }
@@ -137,14 +148,34 @@ def serving(given: argparse.Namespace) -> Iterator[Endpoint]:
         process.wait(60)
 
 
-def wait_for(url: str) -> str:
+@contextmanager
+def another(url: str, command: list[str]) -> Iterator[Endpoint]:
+    """A server of others, started by its command if there is one."""
+    process = subprocess.Popen(shlex.split(command[0]), start_new_session=True) if command else None
+    try:
+        server = Endpoint(wait_for(url, process))
+        ask(server, [{"role": "user", "content": "Hello."}], 4)
+        yield server
+    finally:
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def wait_for(url: str, process: "subprocess.Popen[bytes] | None" = None) -> str:
     """Until it listens."""
-    for _ in range(600):
+    for _ in range(6000):
         try:
             http.client.HTTPConnection(urlsplit(url).netloc, timeout=5).connect()
             return url
         except OSError:
             time.sleep(0.1)
+        if process is not None and process.poll() is not None:
+            raise SystemExit(f"{process.args!r} has ended with {process.returncode}")
     raise SystemExit(f"{url} does not listen")
 
 

@@ -19,14 +19,16 @@ llama.cpp decodes a GGUF file, here the target's own in bf16; where the target i
 
 import argparse
 import contextlib
+import ctypes
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,6 +69,7 @@ DEFINITIONS = {
     "tokens_per_step": "tokens behind the first / target passes behind the first",
     "equal_share": "share of prompts with the token ids of plain aquiline",
 }
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 _PAUSE = 0.3  # seconds before a turn, for the threads of the one before to fall asleep
 
 
@@ -104,6 +107,22 @@ class Peer:
         self._process.wait()
 
 
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Whoever a peer has started and not waited for is waited for by us, once the peers have ended: else what it has
+    computed counts as others'.
+    """
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        end = time.monotonic() + 10
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while time.monotonic() < end:
+                if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                    time.sleep(0.1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
@@ -137,7 +156,7 @@ def compare(given: argparse.Namespace, pythons: dict[str, str], work: Path) -> d
     peers: dict[str, Peer] = {}
     missing: dict[str, str] = {}
     answers: dict[str, list[Answer]] = {}
-    with quiet(pause_file()) as found, open(work / "peers.log", "wb") as log:
+    with quiet(pause_file()) as found, adopting(), open(work / "peers.log", "wb") as log:
         try:
             for name, way in WAYS.items():
                 python = pythons.get(way["engine"])

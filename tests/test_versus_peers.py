@@ -176,3 +176,18 @@ def test_the_gguf_in_bf16_has_the_weights_that_aquiline_takes(tmp_path, kind):
     ours, theirs = (checkpoint.load_target(path, torch.bfloat16).state_dict() for path in (source, out))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_a_peer_left_behind_has_computed_counts_as_ours():
+    """A process that is started and not waited for by one that ends at once."""
+    script = f"""
+import os, runpy, subprocess, sys
+adopting = runpy.run_path({str(RUNS / "versus_peers.py")!r})["adopting"]
+burn = "import time\\nwhile time.process_time() < 0.4: pass"
+with adopting():
+    leave = "import subprocess, sys; subprocess.Popen(sys.argv[1:])"
+    subprocess.run([sys.executable, "-c", leave, sys.executable, "-c", burn])
+print(sum(os.times()[2:4]))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=RUNS.parent)
+    assert float(found.stdout) > 0.3
