@@ -139,9 +139,9 @@ def test_a_tokens_numbers_do_not_depend_on_what_else_is_in_the_pass(shape, dtype
                 path, at = [], node
                 while at >= 0:
                     path.insert(0, at)
-                    at = int(tree.parents_N[at])
+                    at = tree.parents[at]
                 alone = target.new_cache(1, 80)
-                tokens = prompts[b][0].tolist() + [int(tree.tokens_N[i]) for i in path]
+                tokens = prompts[b][0].tolist() + [tree.tokens[i] for i in path]
                 for position, token in enumerate(tokens):
                     step = target(torch.tensor([[token]]), torch.tensor([[position]]), None, alone, [0])
                     alone.keep(0, step.keys_LBGNE[:, 0], step.values_LBGNE[:, 0])
@@ -379,8 +379,8 @@ def test_trees_grown_in_the_kernel_are_those_of_the_builder(dtype, tiles, switch
     def compare(drafter, rows, configs, worth=()):
         (ours, seconds), (theirs, others) = both_ways(drafter, rows, configs, worth)
         for one, other in zip(ours, theirs, strict=True):
-            for name in ("tokens_N", "parents_N", "depths_N", "scores_N"):
-                assert torch.equal(getattr(one, name), getattr(other, name)), name
+            for name in ("tokens", "parents", "depths", "scores"):
+                assert getattr(one, name) == getattr(other, name), name
             compared.append(len(one))
         assert len(seconds) == len(others) == max(config.depth for config in configs)
         return ours, seconds
@@ -403,12 +403,12 @@ def test_levels_that_are_not_worth_it_are_not_run(monkeypatch):
     def compare(drafter, rows, configs, worth=()):
         if len(configs) == 2:  # one row stops, the other goes on
             (both, seconds), (whole, _) = both_ways(drafter, rows, configs, [[0.0, 2.0, 2.0, 2.0], [0.0] * 4])
-            assert max(both[0].depths_N.tolist()) == 1
-            assert torch.equal(both[1].scores_N, whole[1].scores_N)
+            assert max(both[0].depths) == 1
+            assert both[1].scores == whole[1].scores
             assert len(seconds) == configs[0].depth
             return both, seconds
         ours, theirs = both_ways(drafter, rows, configs, [[0.0, 0.2, 0.05, 0.015]])
-        assert torch.equal(ours[0][0].scores_N, theirs[0][0].scores_N)
+        assert ours[0][0].scores == theirs[0][0].scores
         assert len(ours[1]) == len(theirs[1])
         reached[len(ours[1])] += 1
         return ours
@@ -427,9 +427,9 @@ def test_nodes_that_are_not_likely_enough_are_not_run(monkeypatch):
 
     def compare(drafter, rows, configs, worth=()):
         (ours, _), (theirs, _) = both_ways(drafter, rows, configs, [[0.06, 0.0, 0.0]])
-        for name in ("tokens_N", "parents_N", "scores_N"):
-            assert torch.equal(getattr(ours[0], name), getattr(theirs[0], name))
-        _, of, depths = ours[0].on_host
+        for name in ("tokens", "parents", "scores"):
+            assert getattr(ours[0], name) == getattr(theirs[0], name)
+        of, depths = ours[0].parents, ours[0].depths
         parents.extend(ours[0].scores[p] for p in of if p >= 0)
         widths.append(len({p for p, depth in zip(of, depths, strict=True) if depth == 2}))
         return ours, [0.0]

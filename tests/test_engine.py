@@ -355,8 +355,8 @@ def test_ngram_drafter_proposes_the_latest_longest_match():
     known = [1, 2, 3, 7, 8, 1, 2, 3, 9, 4, 1, 2, 3]
     row = Row(0, known, sampler=None, tree=TreeConfig(2, 2, 4), room=10)  # type: ignore[arg-type]
     tree = drafter.draft([row])[0]
-    assert tree.tokens_N.tolist() == [9, 4, 7, 8]
-    assert tree.parents_N.tolist() == [-1, 0, -1, 2]
+    assert tree.tokens == [9, 4, 7, 8]
+    assert tree.parents == [-1, 0, -1, 2]
 
 
 def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
@@ -389,7 +389,7 @@ def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
         g = draft.fuse(out.aux_BNA)
         embeds = target.embed(torch.tensor([known[1:]]))
         tree = trees[0]
-        parents, tokens = tree.parents_N.tolist(), tree.tokens_N.tolist()
+        parents, tokens = tree.parents, tree.tokens
         checked = 0
         for node in range(len(tree)):
             path = [node]
@@ -409,7 +409,7 @@ def test_every_path_of_the_drafted_tree_equals_drafting_that_path_alone():
                 new = (step.keys_LBGNE, step.values_LBGNE)
                 drafted = new if drafted is None else tuple(torch.cat(x, 3) for x in zip(drafted, new, strict=True))
                 feature, hidden = step.feature_BNH, step.hidden_BNH
-            assert float(tree.scores_N[node]) == pytest.approx(score, abs=1e-3)
+            assert tree.scores[node] == pytest.approx(score, abs=1e-3)
             checked = max(checked, len(path))
         assert checked >= 3
 

@@ -125,7 +125,7 @@ def test_the_last_tree_is_the_one_of_the_last_step():
         engine.step()
         if request.cycles > before:
             tree, path = request.last_tree
-            assert [int(tree.tokens_N[n]) for n in path] == request.output_ids[-len(path) - 1 : -1]
+            assert [tree.tokens[n] for n in path] == request.output_ids[-len(path) - 1 : -1]
             seen += 1
     assert seen == request.cycles > 0
     assert request.last_tree is None or request.trees[0, 0] == 0  # a plain step at the end has none

@@ -75,14 +75,14 @@ def reference(config: TreeConfig, draft: LogProbs, target_ids: Sequence[int]) ->
 
 def paths_of(tree: Tree) -> list[Path]:
     paths: list[Path] = []
-    for token, parent in zip(tree.tokens_N.tolist(), tree.parents_N.tolist(), strict=True):
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((*(() if parent == ROOT else paths[parent]), token))
     return paths
 
 
 def assert_sound(tree: Tree) -> None:
     """Every parent is kept, before its child, one level up, and the order is (score, depth)."""
-    parents, depths, scores = tree.parents_N.tolist(), tree.depths_N.tolist(), tree.scores_N.tolist()
+    parents, depths, scores = tree.parents, tree.depths, tree.scores
     for i, parent in enumerate(parents):
         assert parent < i
         assert depths[i] == (1 if parent == ROOT else depths[parent] + 1)
@@ -104,7 +104,7 @@ def test_grow_and_rerank_equal_brute_force(text: str, width: int) -> None:
         (tree,) = grow([config], [draft], target_ids_W)
         expected = reference(config, draft, target_ids_W.tolist())
         assert paths_of(tree) == [path for path, _ in expected]
-        assert tree.scores_N.tolist() == [float(score) for _, score in expected]
+        assert tree.scores == [float(score) for _, score in expected]
         assert_sound(tree)
 
 
@@ -115,7 +115,7 @@ def test_rows_with_unequal_limits_equal_rows_alone() -> None:
     for config, draft, tree in zip(configs, drafts, grow(configs, drafts, target_ids_W), strict=True):
         (alone,) = grow([config], [draft], target_ids_W)
         assert paths_of(tree) == paths_of(alone)
-        assert tree.scores_N.tolist() == alone.scores_N.tolist()
+        assert tree.scores == alone.scores
 
 
 def test_rerank_before_the_depth_is_reached_gives_a_shallower_tree() -> None:
@@ -183,7 +183,7 @@ def random_tree(rng: random.Random, num_nodes: int) -> Tree:
 
 def ancestors(tree: Tree) -> list[set[int]]:
     """Per entry (root = 0) the entries it may attend to, by following parents."""
-    parents = tree.parents_N.tolist()
+    parents = tree.parents
     sees = []
     for node in range(-1, len(tree)):
         seen = {0}
@@ -214,7 +214,7 @@ def test_flatten_pads_without_showing_it() -> None:
     assert flat.mask_BNN.shape == (3, 10, 10)
     for b, tree in enumerate(trees):
         n = 1 + len(tree)
-        assert flat.ids_BN[b, :n].tolist() == [11 + b, *tree.tokens_N.tolist()]
+        assert flat.ids_BN[b, :n].tolist() == [11 + b, *tree.tokens]
         alone = flatten([tree], [11 + b], [20 + 10 * b])
         assert torch.equal(flat.positions_BN[b, :n], alone.positions_BN[0])
         assert torch.equal(flat.mask_BNN[b, :n, :n], alone.mask_BNN[0])
@@ -230,7 +230,7 @@ def test_flatten_pads_without_showing_it() -> None:
 def test_scripted_trees() -> None:
     tree = Tree.from_paths([[1, 2, 3], [1, 2, 4], [5], [1, 2, 3, 6]])
     assert paths_of(tree) == [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,), (1, 2, 3, 6)]
-    assert tree.depths_N.tolist() == [1, 2, 3, 3, 1, 4]
+    assert tree.depths == [1, 2, 3, 3, 1, 4]
     assert (tree.child(ROOT, 1), tree.child(1, 4), tree.child(ROOT, 2), tree.child(4, 1)) == (0, 3, None, None)
     assert paths_of(tree.prefix(3)) == [(1,), (1, 2), (1, 2, 3)]
     assert paths_of(Tree.from_paths([[1, 2], [3, 4]], max_nodes=3)) == [(1,), (1, 2), (3,)]

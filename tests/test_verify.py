@@ -70,7 +70,7 @@ class _Open(Exception):
 def law_of_walk(tree: Tree, target: ExactTarget) -> Law:
     """All outcomes of `walk`, found by replaying it with every sequence of tokens the target can draw."""
     nodes: dict[int, Path] = {0: ()}
-    for node, (token, parent) in enumerate(zip(tree.tokens_N.tolist(), tree.parents_N.tolist(), strict=True)):
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         nodes[1 + node] = (*nodes[1 + parent], token)
     law: Law = {}
     scripts: list[tuple[Path, Fraction]] = [((), Fraction(1))]
@@ -100,7 +100,7 @@ def law_of_walk(tree: Tree, target: ExactTarget) -> Law:
 def law_of_rejection(tree: Tree, target: ExactTarget) -> Law:
     """The reference: each child in turn accepted with the residual's probability, else struck out of it."""
     children: dict[int, list[tuple[int, int]]] = {}
-    for node, (token, parent) in enumerate(zip(tree.tokens_N.tolist(), tree.parents_N.tolist(), strict=True)):
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         children.setdefault(parent, []).append((node, token))
     law: Law = {}
 
@@ -245,7 +245,7 @@ def cycles(target: ToyTarget, config: SamplingConfig, draft: Callable[[list[int]
     while len(ids) < len(PROMPT) + LENGTH:
         tree = draft(ids)
         rows: list[list[int]] = [[]]
-        for token, parent in zip(tree.tokens_N.tolist(), tree.parents_N.tolist(), strict=True):
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
             rows.append([*rows[1 + parent], token])
         logits_NV = torch.stack([target.logits(ids + path) for path in rows])
         verdict = verify(tree, sampler, len(ids), logits_NV=logits_NV)

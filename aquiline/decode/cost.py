@@ -473,7 +473,7 @@ class Chooser:
         whose rests count, by default those of the first row. `alike`: each tree stands for so many.
         """
         chances_BN = [
-            [min(1.0, mood.trust * chance) for chance in self.calibration.chances(tree.on_host[2], tree.scores)]
+            [min(1.0, mood.trust * chance) for chance in self.calibration.chances(tree.depths, tree.scores)]
             for tree, mood in zip(trees, moods, strict=True)
         ]
         ragged = batch > 1 and self.ragged
@@ -484,7 +484,7 @@ class Chooser:
         trying = resting.trying
         gained = alike * sum(sum(chances_N[:nodes]) for chances_N, nodes in zip(chances_BN, counts, strict=True))
         for chances_N, tree, mood, nodes in zip(chances_BN, trees, moods, counts, strict=True):
-            if len(trees) == 1 or max(tree.on_host[2], default=0) == ran:  # else it may have stopped before the others
+            if len(trees) == 1 or max(tree.depths, default=0) == ran:  # else it may have stopped before the others
                 self._learn_gain(self._gains(batch), tree, chances_N, ran, nodes, mood)
             mood.pace = 0.8 * mood.pace + 0.2 * rate * V[0] / batch
             mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
@@ -502,7 +502,7 @@ class Chooser:
         """Of the deepest level: what the nodes verified are worth more than as many without it would be."""
         if ran < 2 or len(tree) == 0:
             return
-        depths = tree.on_host[2]
+        depths = tree.depths
         shallow = [chance for chance, depth in zip(chances_N, depths, strict=True) if depth < ran]
         gained = sum(chances_N[:nodes]) - sum(shallow[:nodes])
         likely = sum(math.exp(s) for s, depth in zip(tree.scores, depths, strict=True) if depth == ran - 1)
@@ -519,6 +519,6 @@ class Chooser:
         """What became of a tree that this chose."""
         if len(tree) == 0:
             return
-        depths = tree.on_host[2]
+        depths = tree.depths
         mood.judged(sum(self.calibration.chances(depths, tree.scores)), len(path))
         self.calibration.learn(depths, tree.scores, path)

@@ -76,7 +76,7 @@ class EagleDrafter:
         self._target_embed = target_embed
 
     def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]:
-        trees = [Tree.empty(self._device)] * len(rows)
+        trees = [Tree.empty()] * len(rows)
         drafting = [(b, config) for b, row in enumerate(rows) if (config := row.tree_that_fits()) is not None]
         fixed = [(b, config) for b, config in drafting if not config.auto]
         auto = [(b, config) for b, config in drafting if config.auto]
@@ -153,8 +153,7 @@ class EagleDrafter:
         grown = grow(aux_BNA, ids_BN, counts, limits, worth, self.cache, slots)
         self._caught_up(rows)
         first, *others = grown.seconds
-        trees = [Tree(*(part[b, :n] for part in grown[:4])) for b, n in enumerate(grown.nodes)]
-        return trees, [waited + first, *others]
+        return [Tree(*parts) for parts in zip(*grown[:4], strict=True)], [waited + first, *others]
 
     def _grow_here(
         self, rows: list[Row], configs: list[TreeConfig], worth: Sequence[Sequence[float]]
@@ -286,8 +285,7 @@ class NgramDrafter:
 
     reads_aux = False
 
-    def __init__(self, device: torch.device | str = "cpu", longest: int = 4, shortest: int = 2) -> None:
-        self._device = device
+    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self._sizes = range(longest, shortest - 1, -1)
 
     def draft(self, rows: Sequence[Row], chooser: Chooser | None = None) -> list[Tree]:
@@ -297,7 +295,7 @@ class NgramDrafter:
         """With `auto` the longest match alone, as far as it pays."""
         if config is None or not config.auto:
             return self._lookup(row.known, config)
-        tree = Tree.empty(self._device)
+        tree = Tree.empty()
         assert chooser is not None
         if not row.mood.rests():
             tree = self._lookup(row.known, dataclasses.replace(config, top_k=1))
@@ -308,7 +306,7 @@ class NgramDrafter:
 
     def _lookup(self, known: list[int], config: TreeConfig | None) -> Tree:
         if config is None:
-            return Tree.empty(self._device)
+            return Tree.empty()
         paths: list[list[int]] = []
         text = torch.tensor(known)
         for size in self._sizes:
@@ -321,8 +319,8 @@ class NgramDrafter:
                 if path and all(path[: len(p)] != p for p in paths):
                     paths.append(path)
                 if len(paths) == config.top_k:
-                    return Tree.from_paths(paths, config.num_nodes, self._device)
-        return Tree.from_paths(paths, config.num_nodes, self._device)
+                    return Tree.from_paths(paths, config.num_nodes)
+        return Tree.from_paths(paths, config.num_nodes)
 
     def copy(self, source: int, destination: int, length: int) -> None:
         pass

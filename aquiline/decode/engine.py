@@ -124,7 +124,7 @@ class Engine:
             self.drafter = EagleDrafter(draft, target.embedding, max_batch, self.context, cache_tokens)
         elif isinstance(draft, str):
             require(draft == "ngram", f"draft {draft!r} is not known to the engine; give a head or 'ngram'")
-            self.drafter = NgramDrafter(target.device)
+            self.drafter = NgramDrafter()
         else:
             self.drafter = draft
         self.chooser: Chooser | None = None  # of trees that are `auto`
@@ -359,7 +359,7 @@ class Engine:
         """Book one cycle: its tokens, where they came from, and what was accepted."""
         tree, verdict = outcome.tree, outcome.verdict
         emitted = self._emit(request, row, outcome)
-        reached = int(tree.depths_N.max()) if len(tree) else 0
+        reached = max(tree.depths, default=0)
         request.trees[reached, len(tree)] += 1
         request.last_tree = (tree, verdict.path) if len(tree) else None
         if len(tree) == 0:

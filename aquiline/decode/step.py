@@ -56,7 +56,7 @@ def prefill(target: Target, cache: KVCache, row: Row, count: int, *, reads_aux: 
     if start + count < len(row.known):
         return None
     # With an empty tree the walk is a single choice: the first token goes the same way as every other.
-    outcome = _verify(row, Tree.empty(target.device), target.logits(out.last_BND[0, -1:]))
+    outcome = _verify(row, Tree.empty(), target.logits(out.last_BND[0, -1:]))
     row.known += outcome.verdict.tokens
     return outcome
 
@@ -70,10 +70,10 @@ def speculative_step(
     root. A row that must stop inside them is cut back by the engine.
     """
     lap("other")
-    trees = [Tree.empty(target.device)] * len(rows) if drafter is None else drafter.draft(rows, chooser)
+    trees = [Tree.empty()] * len(rows) if drafter is None else drafter.draft(rows, chooser)
     lap("draft")
     began = time.perf_counter()
-    flat = flatten(trees, [row.known[-1] for row in rows], [len(row.known) - 1 for row in rows])
+    flat = flatten(trees, [row.known[-1] for row in rows], [len(row.known) - 1 for row in rows], target.device)
     mask_BNN = flat.mask_BNN if flat.ids_BN.shape[1] > 1 else None
     lap("other")
     slots, counts = [row.slot for row in rows], flat.counts

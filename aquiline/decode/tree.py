@@ -1,12 +1,13 @@
 """The drafted tree of one cycle: grow it level by level, re-rank it, flatten it for the target pass.
 
-Source: EAGLE-2 (arXiv 2406.16858) for growing and re-ranking. Pure tensors: nothing here knows a model or a cache.
+Source: EAGLE-2 (arXiv 2406.16858) for growing and re-ranking. Nothing here knows a model or a cache.
 In every `Tree` a parent stands before its children, so the first n nodes are a tree again.
 
 Letters: B rows, N nodes of a tree, K nodes the draft runs at one level, C children given to each, M drafted nodes so
 far, W draft vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,25 +23,22 @@ ROOT = -1  # the parent of a first-level node: the last known token, which is no
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """One row's drafted tokens; the root (the last known token) is not among them. Siblings carry different tokens."""
+    """One row's drafted tokens, on the host; the root (the last known token) is not among them. Siblings carry
+    different tokens.
+    """
 
-    tokens_N: Tensor  # int64, target ids
-    parents_N: Tensor  # int64, index of a node further left, or ROOT
-    depths_N: Tensor  # int64, from 1
-    scores_N: Tensor  # float32, sum of the draft's log-probabilities from the root; 0 where no draft gave any
+    tokens: list[int]  # target ids
+    parents: list[int]  # index of a node further left, or ROOT
+    depths: list[int]  # from 1
+    scores: list[float]  # sum of the draft's log-probabilities from the root; 0 where no draft gave any
 
     @staticmethod
-    def empty(device: torch.device | str = "cpu") -> "Tree":
+    def empty() -> "Tree":
         """No node at all: verifying it is the plain step."""
-        return Tree.from_tokens([], [], device=device)
+        return Tree([], [], [], [])
 
     @staticmethod
-    def from_tokens(
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        scores: Sequence[float] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> "Tree":
+    def from_tokens(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float] | None = None) -> "Tree":
         """A tree written out node by node: target ids, and parents: ROOT or the index of an earlier node."""
         assert len(tokens) == len(parents), "one parent per token"
         assert all(ROOT <= parent < i for i, parent in enumerate(parents)), "a parent must stand before its child"
@@ -48,16 +46,10 @@ class Tree:
         depths: list[int] = []
         for parent in parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
-        tokens_N, parents_N, depths_N = torch.tensor([list(tokens), list(parents), depths], dtype=torch.int64).to(
-            device
-        )
-        scores_N = torch.tensor([0.0] * len(tokens) if scores is None else list(scores), dtype=torch.float32)
-        return Tree(tokens_N, parents_N, depths_N, scores_N.to(device))
+        return Tree(list(tokens), list(parents), depths, [0.0] * len(tokens) if scores is None else list(scores))
 
     @staticmethod
-    def from_paths(
-        paths: Sequence[Sequence[int]], max_nodes: int | None = None, device: torch.device | str = "cpu"
-    ) -> "Tree":
+    def from_paths(paths: Sequence[Sequence[int]], max_nodes: int | None = None) -> "Tree":
         """Continuations of the root merged into one trie, earlier paths first; one path is a chain."""
         nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node, in the order of the nodes
         for path in paths:
@@ -68,35 +60,23 @@ class Tree:
                         break
                     nodes[parent, token] = len(nodes)
                 parent = nodes[parent, token]
-        return Tree.from_tokens([token for _, token in nodes], [parent for parent, _ in nodes], device=device)
+        return Tree.from_tokens([token for _, token in nodes], [parent for parent, _ in nodes])
 
     def __len__(self) -> int:
-        return self.tokens_N.shape[0]
+        return len(self.tokens)
 
     def prefix(self, num_nodes: int) -> "Tree":
         """The first `num_nodes` nodes."""
         n = num_nodes
-        return Tree(self.tokens_N[:n], self.parents_N[:n], self.depths_N[:n], self.scores_N[:n])
+        return Tree(self.tokens[:n], self.parents[:n], self.depths[:n], self.scores[:n])
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (or of ROOT) that carries `token`, if there is one."""
         return self._children.get((node, token))
 
     @cached_property
-    def on_host(self) -> list[list[int]]:
-        """Tokens, parents and depths."""
-        return torch.stack([self.tokens_N, self.parents_N, self.depths_N]).tolist() if len(self) else [[], [], []]
-
-    @cached_property
-    def scores(self) -> list[float]:
-        """On the host."""
-        found: list[float] = self.scores_N.tolist()
-        return found
-
-    @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        tokens, parents, _ = self.on_host
-        return {key: node for node, key in enumerate(zip(parents, tokens, strict=True))}
+        return {key: node for node, key in enumerate(zip(self.parents, self.tokens, strict=True))}
 
 
 class Flat(NamedTuple):
@@ -108,7 +88,9 @@ class Flat(NamedTuple):
     counts: list[int]  # of each row: tokens before the padding
 
 
-def flatten(trees: Sequence[Tree], last_tokens: Sequence[int], positions: Sequence[int]) -> Flat:
+def flatten(
+    trees: Sequence[Tree], last_tokens: Sequence[int], positions: Sequence[int], device: torch.device | str = "cpu"
+) -> Flat:
     """Trees of B rows side by side; `last_tokens` are their roots and `positions` where those stand.
 
     Padding repeats the root's token and position and sees the root and itself; no other entry sees it.
@@ -117,17 +99,15 @@ def flatten(trees: Sequence[Tree], last_tokens: Sequence[int], positions: Sequen
     all_ids, all_positions, seen = [], [], bytearray()
     # Lists and bytes: behind a pass, which has emptied the caches, every kind of operator costs more than all of this.
     for tree, root, at in zip(trees, last_tokens, positions, strict=True):
-        tokens, parents, depths = tree.on_host
         padding = size - 1 - len(tree)
-        all_ids.append([root, *tokens, *[root] * padding])
-        all_positions.append([at, *[at + depth for depth in depths], *[at] * padding])
+        all_ids.append([root, *tree.tokens, *[root] * padding])
+        all_positions.append([at, *[at + depth for depth in tree.depths], *[at] * padding])
         sees = [bytearray(size)]
         sees[0][0] = 1
-        for i, parent in enumerate([*parents, *[ROOT] * padding], 1):
+        for i, parent in enumerate([*tree.parents, *[ROOT] * padding], 1):
             sees.append(bytearray(sees[1 + parent]))
             sees[i][i] = 1
         seen += b"".join(sees)
-    device = trees[0].tokens_N.device
     ids_BN, positions_BN = torch.tensor([all_ids, all_positions]).to(device)
     mask_BNN = torch.frombuffer(seen, dtype=torch.bool).view(-1, size, size).to(device)
     return Flat(ids_BN, positions_BN, mask_BNN, [1 + len(tree) for tree in trees])
@@ -250,10 +230,12 @@ class TreeBuilder:
         tokens_BN = torch.cat(self._tokens, dim=1).gather(1, order_BN)
         depths_M = torch.cat([torch.full_like(made[0], 1 + d) for d, made in enumerate(self._tokens)])
         depths_BN = depths_M[order_BN]
-        # -inf marks what a row's limits forbid, and what the draft holds impossible or could not score
-        counts = (scores_BN > -torch.inf).sum(dim=1).tolist()
+        # One transfer for all; float64 holds ids exactly.
+        made = torch.stack([x.double() for x in (tokens_BN, parents_BN, depths_BN, scores_BN)], dim=1).tolist()
         trees = []
-        for b, (config, count) in enumerate(zip(self._configs, counts, strict=True)):
-            n = min(count, config.num_nodes)
-            trees.append(Tree(tokens_BN[b, :n], parents_BN[b, :n], depths_BN[b, :n], scores_BN[b, :n]))
+        for config, (tokens, parents, depths, scores) in zip(self._configs, made, strict=True):
+            # -inf marks what a row's limits forbid, and what the draft holds impossible or could not score
+            n = min(sum(score > -math.inf for score in scores), config.num_nodes)
+            ids, above, deep = ([int(x) for x in part[:n]] for part in (tokens, parents, depths))
+            trees.append(Tree(ids, above, deep, scores[:n]))
         return trees

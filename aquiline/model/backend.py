@@ -330,13 +330,12 @@ class DecoderOutput:
 
 
 class Grown(NamedTuple):
-    """Trees of B rows, to be cut to the nodes each has."""
+    """Trees of B rows, of each its nodes."""
 
-    tokens_BN: Tensor
-    parents_BN: Tensor
-    depths_BN: Tensor
-    scores_BN: Tensor
-    nodes: list[int]
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    depths: list[list[int]]
+    scores: list[list[float]]
     seconds: list[float]  # of each level
 
 
@@ -496,8 +495,7 @@ class Decoder:
         for b, of_row in enumerate(worth):
             at, count = b * (1 + deepest), min(1 + deepest, len(of_row))
             least[at : at + count] = list(of_row[:count])
-        tokens, parents, depths = torch.empty(3, B, room, dtype=torch.int64)
-        scores = torch.empty(B, room)
+        nodes_3BN, scores_BN = torch.empty(3, B, room, dtype=torch.int64), torch.empty(B, room)
         for slot, count in zip(slots, counts, strict=True):
             cache.extend(slot, count)  # what stands there is written by the kernel
         cached = _Pass(None, None, None, *self._past(cache, slots, B))
@@ -508,10 +506,12 @@ class Decoder:
             ctypes.pointer(fc.struct), ctypes.pointer(head.struct),
             *map(_pointer, (embedding_VD, target_ids_W, aux, ids)), (ctypes.c_int32 * B)(*counts),
             depth, top_k, nodes, least, N, norm_output, room,
-            *map(_pointer, (tokens, parents, depths, scores)), made, seconds,
+            *map(_pointer, (*nodes_3BN, scores_BN)), made, seconds,
         )  # fmt: skip
         _check_memory(lib.aq_grow(ctypes.byref(self._model), ctypes.byref(cached), ctypes.byref(growth)))
-        return Grown(tokens, parents, depths, scores, list(made), [s for s in seconds if s > 0])
+        parts = (*nodes_3BN.tolist(), scores_BN.tolist())
+        tokens, parents, depths, scores = ([row[:n] for row, n in zip(part, made, strict=True)] for part in parts)
+        return Grown(tokens, parents, depths, scores, [s for s in seconds if s > 0])
 
 
 def _fits(condition: bool, what: str) -> None:

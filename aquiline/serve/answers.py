@@ -206,8 +206,8 @@ def _tree(chat: Chat, step: Step) -> DrawnTree | None:
     if step.tree is None:
         return None
     tree, path = step.tree
-    texts = [chat.token_bytes(token).decode(errors="replace") for token in tree.tokens_N.tolist()]
-    return {"tokens": texts, "parents": tree.parents_N.tolist(), "accepted": path[: sum(map(bool, step.origins))]}
+    texts = [chat.token_bytes(token).decode(errors="replace") for token in tree.tokens]
+    return {"tokens": texts, "parents": tree.parents, "accepted": path[: sum(map(bool, step.origins))]}
 
 
 def _finite(logprob: float) -> float:
