@@ -7,10 +7,11 @@
     chance      of a node: that the target accepts it with all its ancestors
     rate        (B + sum of the chances of the nodes verified) / (draft passes + V(1 + nodes)), tokens per second
 
-A tree goes one level deeper while the nodes that would run are likely enough, together, for what such a level has
-brought lately to be worth its price; and of the nodes made as many are verified as give the highest rate: all numbers
+A tree goes one level deeper while the nodes that would run are likely enough, each for its children to compete with
+those verified lately, and together for what such a level has brought lately to be worth its price. Of the nodes made as
+many are verified as give the highest rate, the likeliest of all rows where padding is not computed: all numbers
 of nodes are tried, for V is stepped. Where even the best rate is below that of the plain step, a request rests: plain
-steps, then a try, after twice as many steps each time it fails.
+steps, then a try, after twice as many steps each time it fails. A batch rests as a whole, and one row tries for all.
 
 Letters: B rows, N nodes of a tree.
 Sources: Sequoia (arXiv 2402.12374), OPT-Tree (2406.17276); the draft's probabilities are over-confident, hence the
