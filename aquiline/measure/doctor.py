@@ -26,14 +26,26 @@ from aquiline.measure.findings import (
     from_positions,
     from_prompts,
     from_system,
+    from_templates,
     from_trials,
     idle_parts,
     undertrained,
 )
 from aquiline.measure.judge import ENOUGH, STEPS, Gain, Judged, judge
 from aquiline.measure.replies import Answers, answer
-from aquiline.measure.symptoms import WEIGHTS, Cause, Fact, facts, from_facts, from_weights, random_looking, refusal
+from aquiline.measure.symptoms import (
+    TEMPLATE,
+    WEIGHTS,
+    Cause,
+    Fact,
+    facts,
+    from_facts,
+    from_weights,
+    random_looking,
+    refusal,
+)
 from aquiline.measure.tasks import Prompt
+from aquiline.measure.templates import other_templates
 from aquiline.measure.trials import Trial, layers_needed, trials, without
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
@@ -183,6 +195,13 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
     causes += [*from_coverage(figures), *from_positions(base, answers, config), *from_prompts(target, answers)]
     if with_system is not None:
         causes += from_system(draft, target, base, answers, with_system, figures)
+    told = any(f.what == TEMPLATE and f.head == f.here for f in pair.facts)
+    if not told and not any(c.certain for c in pair.causes):
+        others = list(other_templates(draft, target, pair.chat, base, answers, rows_T))
+        tried += others
+        for named in from_templates(others):  # strange prompts make a head strange: what gains less may come of them
+            causes = [dataclasses.replace(c, certain=c.certain and c.weight > named.weight) for c in causes]
+            causes.append(named)
     if not any(c.certain for c in causes) and first_right < _POOR:
         causes.append(undertrained(first_right))
     if any(c.certain for c in pair.causes):  # what is seen beside it may come of it

@@ -60,6 +60,7 @@ class Answers:
     states_TLD: Tensor
     last_TD: Tensor  # the final state, after its norm
     system: str | None = None  # that was given to prompts without one
+    messages: tuple[list[Message], ...] = ()  # of each prompt
 
     def features(self, capture_after: Sequence[int], late: int = 0) -> Features:
         """What a head that reads these layers is given; `late`: from so many tokens before, within a document."""
@@ -95,25 +96,46 @@ def answer(
     """Let the target answer greedily, and keep the states that it captures. `system`: for prompts that have none."""
     stop_ids = chat.end_of_turn_ids | frozenset(target.config.eos_token_ids)
     limits = Limits(max_new_tokens, stop_ids)
-    asked: list[tuple[str, str, Request]] = []
+    asked: list[tuple[str, Prompt, Request]] = []
     for source, some in prompts.items():
         for prompt in some:
-            ids = chat.render(_with_system(prompt.messages, system), **dict(template_kwargs or {}))
-            asked.append((source, prompt.id, Request(ids, limits=limits)))
+            ids = chat.render(with_system(prompt.messages, system), **dict(template_kwargs or {}))
+            asked.append((source, prompt, Request(ids, limits=limits)))
     context = max(len(request.prompt_ids) for *_, request in asked) + max_new_tokens
     Engine(target, None, min(_BATCH, len(asked)), context).run([request for *_, request in asked])
-    documents, states, last = [], [], []
-    for source, name, request in asked:
-        written = torch.tensor([*request.prompt_ids, *request.output_ids])
-        positions = torch.arange(len(written))
-        documents.append(Document(written.int(), positions >= len(request.prompt_ids), True, source, name))
-        out = target(written[None].to(target.device), positions[None].to(target.device))
+    documents = [_document(r.prompt_ids, r.output_ids, source, prompt.id) for source, prompt, r in asked]
+    return _read(target, documents, system, tuple(prompt.messages for _, prompt, _ in asked))
+
+
+@torch.no_grad()
+def behind(target: Target, answers: Answers, prompts: Sequence[list[int]]) -> Answers:
+    """The same replies as if they stood behind other prompts, given as ids."""
+    documents = [
+        _document(ids, d.ids[d.supervised].tolist(), d.source, d.name)
+        for d, ids in zip(answers.documents, prompts, strict=True)
+    ]
+    return _read(target, documents, answers.system, answers.messages)
+
+
+def _document(prompt_ids: Sequence[int], reply_ids: Sequence[int], source: str, name: str) -> Document:
+    written = torch.tensor([*prompt_ids, *reply_ids])
+    return Document(written.int(), torch.arange(len(written)) >= len(prompt_ids), True, source, name)
+
+
+def _read(
+    target: Target, documents: list[Document], system: str | None, messages: tuple[list[Message], ...]
+) -> Answers:
+    """One pass over each."""
+    states, last = [], []
+    for d in documents:
+        ids, positions = d.ids.long(), torch.arange(len(d))
+        out = target(ids[None].to(target.device), positions[None].to(target.device))
         states.append(out.aux_BNA[0].cpu().unflatten(-1, (len(target.capture_after), -1)))
         last.append(out.last_BND[0].cpu())
-    return Answers(documents, target.capture_after, torch.cat(states), torch.cat(last), system)
+    return Answers(documents, target.capture_after, torch.cat(states), torch.cat(last), system, messages)
 
 
-def _with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
+def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
     if system is None or any(m["role"] in ("system", "developer") for m in messages):
         return list(messages)
     return [{"role": "system", "content": system}, *messages]
