@@ -63,8 +63,9 @@ DEFINITIONS = {
     "coverage": "share of the tokens of the replies that the head can propose",
     "misses_outside_vocabulary": "share of the wrong first drafted tokens for which the right one cannot be proposed",
     "by_position": "by the position at which a cycle begins",
-    "trials": "one thing made otherwise, on the same rows: accepted, more tokens of two drafted; nats, how much "
-    "likelier the written tokens of two steps are; _z, over the standard error, from means of blocks of 16 rows",
+    "trials": "one thing made otherwise, on the same rows (template, system_prompt: the same replies behind other "
+    "prompts): accepted, more tokens of two drafted; nats, how much likelier the written tokens of two steps are; _z, "
+    "over the standard error, from means of blocks of 16 rows",
     "certain": "no such gain, or no such tensor, is found in a healthy head",
 }
 _EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of positions

@@ -4,7 +4,7 @@ Shapes: T tokens, D target width, L captured layers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class Answers:
     last_TD: Tensor  # the final state, after its norm
     system: str | None = None  # that was given to prompts without one
     messages: tuple[list[Message], ...] = ()  # of each prompt
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def features(self, capture_after: Sequence[int], late: int = 0) -> Features:
         """What a head that reads these layers is given; `late`: from so many tokens before, within a document."""
@@ -96,15 +97,17 @@ def answer(
     """Let the target answer greedily, and keep the states that it captures. `system`: for prompts that have none."""
     stop_ids = chat.end_of_turn_ids | frozenset(target.config.eos_token_ids)
     limits = Limits(max_new_tokens, stop_ids)
-    asked: list[tuple[str, Prompt, Request]] = []
+    asked: list[tuple[str, str, Request]] = []
+    written: list[list[Message]] = []
+    kwargs = dict(template_kwargs or {})
     for source, some in prompts.items():
         for prompt in some:
-            ids = chat.render(with_system(prompt.messages, system), **dict(template_kwargs or {}))
-            asked.append((source, prompt, Request(ids, limits=limits)))
+            written.append(with_system(prompt.messages, system))
+            asked.append((source, prompt.id, Request(chat.render(written[-1], **kwargs), limits=limits)))
     context = max(len(request.prompt_ids) for *_, request in asked) + max_new_tokens
     Engine(target, None, min(_BATCH, len(asked)), context).run([request for *_, request in asked])
-    documents = [_document(r.prompt_ids, r.output_ids, source, prompt.id) for source, prompt, r in asked]
-    return _read(target, documents, system, tuple(prompt.messages for _, prompt, _ in asked))
+    documents = [_document(r.prompt_ids, r.output_ids, source, name) for source, name, r in asked]
+    return Answers(documents, target.capture_after, *_states(target, documents), system, tuple(written), kwargs)
 
 
 @torch.no_grad()
@@ -114,7 +117,8 @@ def behind(target: Target, answers: Answers, prompts: Sequence[list[int]]) -> An
         _document(ids, d.ids[d.supervised].tolist(), d.source, d.name)
         for d, ids in zip(answers.documents, prompts, strict=True)
     ]
-    return _read(target, documents, answers.system, answers.messages)
+    states_TLD, last_TD = _states(target, documents)
+    return replace(answers, documents=documents, states_TLD=states_TLD, last_TD=last_TD)
 
 
 def _document(prompt_ids: Sequence[int], reply_ids: Sequence[int], source: str, name: str) -> Document:
@@ -122,9 +126,7 @@ def _document(prompt_ids: Sequence[int], reply_ids: Sequence[int], source: str, 
     return Document(written.int(), torch.arange(len(written)) >= len(prompt_ids), True, source, name)
 
 
-def _read(
-    target: Target, documents: list[Document], system: str | None, messages: tuple[list[Message], ...]
-) -> Answers:
+def _states(target: Target, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
     """One pass over each."""
     states, last = [], []
     for d in documents:
@@ -132,7 +134,7 @@ def _read(
         out = target(ids[None].to(target.device), positions[None].to(target.device))
         states.append(out.aux_BNA[0].cpu().unflatten(-1, (len(target.capture_after), -1)))
         last.append(out.last_BND[0].cpu())
-    return Answers(documents, target.capture_after, torch.cat(states), torch.cat(last), system, messages)
+    return torch.cat(states), torch.cat(last)
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:

@@ -75,7 +75,7 @@ def other_templates(
     draft: Draft, target: Target, chat: Chat, base: Judged, answers: Answers, rows_T: Tensor
 ) -> Iterator[tuple[Trial, Gain]]:
     """The head on the same replies behind other prompts, and what it gains over `base`."""
-    for id, name, prompts in _other_prompts(chat, answers.messages):
+    for id, name, prompts in _other_prompts(chat, answers):
         if prompts == [d.ids[~d.supervised].tolist() for d in answers.documents]:
             continue
         other = behind(target, answers, prompts)
@@ -84,7 +84,8 @@ def other_templates(
         yield Trial(id, f"with the same replies behind prompts {name}", _ADVICE[id]), gain
 
 
-def _other_prompts(chat: Chat, asked: Sequence[list[Message]]) -> Iterator[tuple[str, str, list[list[int]]]]:
+def _other_prompts(chat: Chat, answers: Answers) -> Iterator[tuple[str, str, list[list[int]]]]:
+    asked = answers.messages
     for name, template in TEMPLATES.items():
         written = [template.written(chat, messages) for messages in asked]
         prompts = [ids for ids in written if ids]
@@ -94,5 +95,5 @@ def _other_prompts(chat: Chat, asked: Sequence[list[Message]]) -> Iterator[tuple
         yield (
             "system_prompt",
             f"with the system message {SYSTEM!r}",
-            [chat.render(with_system(messages, SYSTEM)) for messages in asked],
+            [chat.render(with_system(messages, SYSTEM), **answers.template_kwargs) for messages in asked],
         )
