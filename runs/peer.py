@@ -115,6 +115,8 @@ def openvino(settings: dict) -> tuple[str, Decode]:
         "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[settings["dtype"]],
         "INFERENCE_NUM_THREADS": settings["threads"],
     }
+    if settings["dtype"] == "float32":  # else keys and values are kept in float16
+        options |= {"KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
     work, chain, tree = Path(settings["work"]), settings["chain"], settings["tree"]
     extra = {}
     if chain or tree:
@@ -134,10 +136,10 @@ def openvino(settings: dict) -> tuple[str, Decode]:
         result = pipe.generate(
             genai.TokenizedInputs(openvino.Tensor(prompt), openvino.Tensor(numpy.ones_like(prompt))), config
         )
-        reply = list(result.tokens[0])
-        metrics = getattr(result, "extended_perf_metrics", None)
-        accepted = metrics.get_num_accepted_tokens() if metrics is not None and extra else 0
-        return reply, len(reply) - 1 - accepted
+        # An entry for each pass of the target, that over the prompt first. Not `get_num_accepted_tokens`, which leaves
+        # out the cycle that ends a reply: its request is gone before they are counted.
+        passes = result.perf_metrics.raw_metrics.m_batch_sizes
+        return list(result.tokens[0]), len(passes) - 1
 
     return genai.__version__, decode
 

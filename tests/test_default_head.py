@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 
 import aquiline
-from aquiline.api import load
-from aquiline.config import TreeConfig
+from aquiline.api import load, load_chat
+from aquiline.config import TreeConfig, default_capture_after
+from aquiline.files import checkpoint
+from aquiline.measure import doctor, replies
+from aquiline.measure.trials import layers_needed
 from tests.serving import serving
 
 ASSETS = Path(aquiline.__file__).parent / "assets"
+SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "runs" / "sabotage.py"))
 PROMPTS = ["Why is the sky blue?", "Write a Python function that adds two numbers.", "A pen costs 3 dollars. And six?"]
 TAU = 141 / 85  # tokens over cycles of these prompts: 64 tokens, chain of four, float32
 
@@ -91,3 +96,29 @@ def test_the_official_client_is_served_as_generate_says(model, monkeypatch):
         with pytest.raises(openai.BadRequestError, match="names token 999999") as refused:
             ask(logit_bias={"999999": 1})
         assert refused.value.param == "logit_bias"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The doctor's, with few of its answers."""
+    bench = SCRIPT["Bench"].__new__(SCRIPT["Bench"])
+    config = checkpoint.read_target_config("default")
+    layers = layers_needed(default_capture_after(config.num_layers), config.num_layers)
+    bench.chat = load_chat("default")
+    bench.target, bench.packed = (checkpoint.load_target("default", torch.float32, "cpu", layers) for _ in range(2))
+    doctor.pack_for_trials(bench.packed, layers)
+    asked = {kind: prompts[:1] for kind, prompts in replies.own_prompts().items()}
+    bench.answers = replies.answer(bench.packed, bench.chat, asked, 48)
+    return bench
+
+
+@pytest.mark.parametrize("fault", [None, "fc zeroed", "middle and high state swapped", "d2t rolled by one"])
+def test_the_doctor_finds_it_healthy_and_names_a_fault_first(bench, tmp_path, fault):
+    head = checkpoint.draft_path("default")
+    if fault is None:
+        assert not [c for c in bench.examine(bench.look(head)) if c.certain]
+        return
+    expected, edit = SCRIPT["FAULTS"][fault]
+    broken = SCRIPT["write"](head, tmp_path / "head", edit, bench.target.model.embed_tokens.weight.detach())
+    first = bench.examine(bench.look(broken))[0]
+    assert (first.id in expected, first.certain) == (True, True), first

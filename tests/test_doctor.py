@@ -253,6 +253,19 @@ def test_a_target_with_other_states_is_named(folder, capsys):
         assert record["figures"]["coverage"] == 1
 
 
+def test_another_template_shows_in_what_is_accepted(bench, folder):
+    """Of a head that does not say what it was trained with; the replies are the target's, behind other prompts."""
+    head = write_head(folder / "run/head", folder / "broken", HEALTHY["of a stranger"], torch.empty(0))
+    written = [bench.chat.encode(f"[INST] {messages[-1]['content']} [/INST]") for messages in bench.answers.messages]
+    for answers in (bench.answers, replies.behind(bench.packed, bench.answers, written)):
+        found = doctor.examine(bench.look(head), answers)
+        named = {cause.id: cause for cause in found.causes[:2]}
+        assert "template" in {trial.id for trial, _ in found.tried}
+        assert ("template" in named) == (answers is not bench.answers), found.causes
+    assert "as ChatML has them" in named["template"].evidence
+    assert not named["template"].certain
+
+
 # ---------------------------------------------------------------- its parts
 
 

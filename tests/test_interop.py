@@ -49,6 +49,9 @@ def test_a_row_counts_equal_texts_and_passes(folders):  # noqa: F811
     assert found["accepted"] == (8 + 4) / 8
     assert found["accepted_here"] == 1
     assert found["tokens_per_second"] == 14 / 3
+    unasked = SCRIPT["row"](None, chain, plain, model, [prompt, prompt])
+    gone = {"equal_to_its_plain": None, "plain_tokens_per_second": None}
+    assert unasked == found | gone
 
 
 def test_what_is_a_fault():
@@ -115,6 +118,36 @@ def test_a_gguf_in_float32_holds_the_bf16_values(tmp_path):
         values = gguf.dequantize(stored, kind).reshape(shape)
         kind, _, stored = b.tensors[name]
         assert np.array_equal(values, gguf.dequantize(stored, kind).reshape(shape)), name
+
+
+@pytest.mark.parametrize("chain", [4, None])
+def test_the_passes_of_openvino_are_counted_to_the_end(monkeypatch, tmp_path, chain):
+    """`openvino_genai` played by one that, as it does, counts no accepted tokens in the cycle that ends a reply."""
+    ns = types.SimpleNamespace
+    passes = [1, 3, 2] if chain else [1] * 6
+
+    class Pipeline:
+        def __init__(self, target, device, **options):
+            given = (options["INFERENCE_PRECISION_HINT"], options["KV_CACHE_PRECISION"], "draft_model" in options)
+            assert given == ("f32", "f32", chain is not None)
+
+        def generate(self, inputs, config):
+            assert (config.max_new_tokens, config.num_assistant_tokens) == (6, chain)
+            metrics = ns(raw_metrics=ns(m_batch_sizes=passes))
+            return ns(tokens=[[5, 6, 7, 8, 9, 10]], perf_metrics=metrics, extended_perf_metrics=None)
+
+    genai = ns(
+        draft_model=lambda *a, **k: "draft", LLMPipeline=Pipeline, TokenizedInputs=lambda *a: a, __version__="9",
+        GenerationConfig=lambda **k: ns(num_assistant_tokens=None, **k),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    monkeypatch.setitem(sys.modules, "openvino", ns(Tensor=lambda a: a))
+    for name in ("openvino-head", "openvino-target"):
+        (tmp_path / name).mkdir()
+    settings = {"dtype": "float32", "threads": 1, "work": str(tmp_path), "chain": chain, "tree": None}
+    settings |= {"whole_head": "h", "layers": [1], "folder": "t"}
+    _, decode = runpy.run_path(str(RUNS / "peer.py"))["openvino"](settings)
+    assert decode([1, 2], 6, [0]) == ([5, 6, 7, 8, 9, 10], len(passes) - 1)
 
 
 def test_the_server_of_llama_cpp_is_asked_for_greedy_tokens(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ import torch
 
 from aquiline.config import TOP, AquilineWarning, Limits, TrainConfig, UserError
 from aquiline.data.chat import Chat
-from aquiline.data.dataset import Document, read_documents
+from aquiline.data.dataset import Document, packs, read_documents
 from aquiline.data.features import compute
 from aquiline.data.stored_states import StoredStates
 from aquiline.decode.engine import Engine, Request
@@ -337,6 +337,28 @@ def test_rows_with_bad_states_are_dropped_before_training(world, tmp_path, monke
         assert reading.dropped == {"broken 'loss_mask'" if both else reason: 1}
 
 
+@pytest.mark.filterwarnings("ignore:.*tokens held out are the target's most likely ones")
+def test_a_row_that_turns_out_bad_ends_a_run_that_goes_on_once_it_is_mended(world, tmp_path):
+    """One damaged token, whom no later one has seen: it is not found until the row's turn comes."""
+    root, target, documents = world
+    write_specforge(tmp_path / "hs", target, documents)
+    config = dataclasses.replace(CONFIG, save_every=1)
+    steps = []
+    run = prepare(root, [tmp_path / "hs"], tmp_path / "a", config=config)
+    last = list(packs(run.training, config.batch_tokens, config.seed, 0))[-1][0]
+    path = run.stored._path(run.training[last])
+    good = path.read_bytes()
+    held = torch.load(path)
+    held["aux_hidden_state"][:, 3] = torch.inf
+    torch.save(held, path)
+    with pytest.raises(UserError, match=rf"{path.name} holds states .*, 1 of \d+ tokens': write it again"):
+        run.run(lambda p: steps.append(p.step))
+    path.write_bytes(good)
+    assert steps
+    assert prepare(root, [tmp_path / "hs"], tmp_path / "a", config=config).run(lambda p: steps.append(p.step))
+    assert steps == list(range(1, len(steps) + 1))  # none was lost, none made twice
+
+
 def test_files_that_do_not_fit_are_named(world, tmp_path):
     root, target, documents = world
     write_specforge(tmp_path / "hs", target, documents)
@@ -351,7 +373,7 @@ def test_files_that_do_not_fit_are_named(world, tmp_path):
             stored.features(target, [read[0]])
 
     broken("states of other tokens", input_ids=good["input_ids"] + 1)
-    broken(r"NaN or infinite: delete it", hidden_state=good["hidden_state"] / 0)
+    broken(r"NaN or infinite, \d+ of \d+ tokens': write it again", hidden_state=good["hidden_state"] / 0)
     broken(r"expected \[T\], \[T, A\] and \[T, D\]", aux_hidden_state=good["aux_hidden_state"][:, 1:])
     broken("hidden_state is no tensor", hidden_state=[1.0])
     torch.save(good | {"aux_hidden_state": good["aux_hidden_state"][..., :32].clone()}, path)

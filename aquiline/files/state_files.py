@@ -140,8 +140,14 @@ class StateFolder:
 
 
 def _check_finite(path: Path, *states: Tensor) -> None:
-    finite = all(bool(torch.isfinite(t).all()) for t in states)
-    require(finite, f"{path} holds states that are NaN or infinite: delete it, or write it again", "states not finite")
+    for t in states:
+        bad = (~torch.isfinite(t)).any(dim=1).nonzero()
+        require(
+            not len(bad),
+            f"{path} holds states that are NaN or infinite, {len(bad)} of {len(t)} tokens': write it again, and give "
+            "the same command to go on; or delete it before a run begins, which would be another run without it",
+            "states not finite",
+        )
 
 
 def _specforge_file(path: Path) -> dict[str, Tensor]:

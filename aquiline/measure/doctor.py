@@ -26,14 +26,26 @@ from aquiline.measure.findings import (
     from_positions,
     from_prompts,
     from_system,
+    from_templates,
     from_trials,
     idle_parts,
     undertrained,
 )
 from aquiline.measure.judge import ENOUGH, STEPS, Gain, Judged, judge
 from aquiline.measure.replies import Answers, answer
-from aquiline.measure.symptoms import WEIGHTS, Cause, Fact, facts, from_facts, from_weights, random_looking, refusal
+from aquiline.measure.symptoms import (
+    TEMPLATE,
+    WEIGHTS,
+    Cause,
+    Fact,
+    facts,
+    from_facts,
+    from_weights,
+    random_looking,
+    refusal,
+)
 from aquiline.measure.tasks import Prompt
+from aquiline.measure.templates import other_templates
 from aquiline.measure.trials import Trial, layers_needed, trials, without
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
@@ -51,8 +63,9 @@ DEFINITIONS = {
     "coverage": "share of the tokens of the replies that the head can propose",
     "misses_outside_vocabulary": "share of the wrong first drafted tokens for which the right one cannot be proposed",
     "by_position": "by the position at which a cycle begins",
-    "trials": "one thing made otherwise, on the same rows: accepted, more tokens of two drafted; nats, how much "
-    "likelier the written tokens of two steps are; _z, over the standard error, from means of blocks of 16 rows",
+    "trials": "one thing made otherwise, on the same rows (template, system_prompt: the same replies behind other "
+    "prompts): accepted, more tokens of two drafted; nats, how much likelier the written tokens of two steps are; _z, "
+    "over the standard error, from means of blocks of 16 rows",
     "certain": "no such gain, or no such tensor, is found in a healthy head",
 }
 _EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of positions
@@ -183,6 +196,13 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
     causes += [*from_coverage(figures), *from_positions(base, answers, config), *from_prompts(target, answers)]
     if with_system is not None:
         causes += from_system(draft, target, base, answers, with_system, figures)
+    told = any(f.what == TEMPLATE and f.head == f.here for f in pair.facts)
+    if not told and not any(c.certain for c in pair.causes):
+        others = list(other_templates(draft, target, pair.chat, base, answers, rows_T))
+        tried += others
+        for named in from_templates(others):  # strange prompts make a head strange: what gains less may come of them
+            causes = [dataclasses.replace(c, certain=c.certain and c.weight > named.weight) for c in causes]
+            causes.append(named)
     if not any(c.certain for c in causes) and first_right < _POOR:
         causes.append(undertrained(first_right))
     if any(c.certain for c in pair.causes):  # what is seen beside it may come of it

@@ -197,6 +197,19 @@ def from_system(
         yield Cause("system_prompt", False, evidence, advice, gain)
 
 
+def from_templates(tried: Sequence[tuple[Trial, Gain]]) -> Iterator[Cause]:
+    """The best of other templates, where it is beyond doubt; what the head was trained with may be yet another."""
+    if not tried:
+        return
+    trial, gain = max(tried, key=lambda pair: pair[1].accepted)
+    if gain.certain:
+        evidence = (
+            f"{trial.words}, {gain.accepted:.2f} more of two drafted tokens are accepted (z {gain.accepted_z:.1f}), "
+            f"though the target wrote them behind its own"
+        )
+        yield Cause(trial.id, False, evidence, trial.advice, gain.accepted)
+
+
 def undertrained(first_right: float) -> Cause:
     evidence = f"{first_right:.0%} of the first drafted tokens are right, and nothing that was made otherwise helps"
     advice = "train it longer, on more answers of this very target to prompts like those it will be asked"

@@ -45,6 +45,15 @@ class Judged:
             return self.valid_KT[0]
         return self.valid_KT[0] & torch.cat([torch.arange(len(d)) < length for d in documents])
 
+    def laid_as(self, other: "Judged") -> "Judged":
+        """The same replies behind other prompts: what was found at their rows, at those of `other`."""
+        at_KT = other.valid_KT[: len(self.valid_KT)]
+
+        def laid(mine_KT: Tensor) -> Tensor:
+            return mine_KT.new_zeros(at_KT.shape).masked_scatter(at_KT, mine_KT[self.valid_KT])
+
+        return Judged(laid(self.right_KT), at_KT, laid(self.proposed_KT), laid(self.likely_KT), self.sure)
+
     def walk(self, documents: Sequence[Document], source: str | None = None) -> Walk:
         """The accepted length of chain decoding over these documents, or over those of one source."""
         walk, start = Walk(), 0

@@ -4,7 +4,7 @@ Shapes: T tokens, D target width, L captured layers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Answers:
     states_TLD: Tensor
     last_TD: Tensor  # the final state, after its norm
     system: str | None = None  # that was given to prompts without one
+    messages: tuple[list[Message], ...] = ()  # of each prompt
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def features(self, capture_after: Sequence[int], late: int = 0) -> Features:
         """What a head that reads these layers is given; `late`: from so many tokens before, within a document."""
@@ -96,24 +98,46 @@ def answer(
     stop_ids = chat.end_of_turn_ids | frozenset(target.config.eos_token_ids)
     limits = Limits(max_new_tokens, stop_ids)
     asked: list[tuple[str, str, Request]] = []
+    written: list[list[Message]] = []
+    kwargs = dict(template_kwargs or {})
     for source, some in prompts.items():
         for prompt in some:
-            ids = chat.render(_with_system(prompt.messages, system), **dict(template_kwargs or {}))
-            asked.append((source, prompt.id, Request(ids, limits=limits)))
+            written.append(with_system(prompt.messages, system))
+            asked.append((source, prompt.id, Request(chat.render(written[-1], **kwargs), limits=limits)))
     context = max(len(request.prompt_ids) for *_, request in asked) + max_new_tokens
     Engine(target, None, min(_BATCH, len(asked)), context).run([request for *_, request in asked])
-    documents, states, last = [], [], []
-    for source, name, request in asked:
-        written = torch.tensor([*request.prompt_ids, *request.output_ids])
-        positions = torch.arange(len(written))
-        documents.append(Document(written.int(), positions >= len(request.prompt_ids), True, source, name))
-        out = target(written[None].to(target.device), positions[None].to(target.device))
+    documents = [_document(r.prompt_ids, r.output_ids, source, name) for source, name, r in asked]
+    return Answers(documents, target.capture_after, *_states(target, documents), system, tuple(written), kwargs)
+
+
+@torch.no_grad()
+def behind(target: Target, answers: Answers, prompts: Sequence[list[int]]) -> Answers:
+    """The same replies as if they stood behind other prompts, given as ids."""
+    documents = [
+        _document(ids, d.ids[d.supervised].tolist(), d.source, d.name)
+        for d, ids in zip(answers.documents, prompts, strict=True)
+    ]
+    states_TLD, last_TD = _states(target, documents)
+    return replace(answers, documents=documents, states_TLD=states_TLD, last_TD=last_TD)
+
+
+def _document(prompt_ids: Sequence[int], reply_ids: Sequence[int], source: str, name: str) -> Document:
+    written = torch.tensor([*prompt_ids, *reply_ids])
+    return Document(written.int(), torch.arange(len(written)) >= len(prompt_ids), True, source, name)
+
+
+def _states(target: Target, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
+    """One pass over each."""
+    states, last = [], []
+    for d in documents:
+        ids, positions = d.ids.long(), torch.arange(len(d))
+        out = target(ids[None].to(target.device), positions[None].to(target.device))
         states.append(out.aux_BNA[0].cpu().unflatten(-1, (len(target.capture_after), -1)))
         last.append(out.last_BND[0].cpu())
-    return Answers(documents, target.capture_after, torch.cat(states), torch.cat(last), system)
+    return torch.cat(states), torch.cat(last)
 
 
-def _with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
+def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
     if system is None or any(m["role"] in ("system", "developer") for m in messages):
         return list(messages)
     return [{"role": "system", "content": system}, *messages]

@@ -131,7 +131,7 @@ def from_weights(draft: Draft) -> Iterator[Cause]:
     plain: list[str] = []
     for name, weight in draft.named_parameters():
         part = part_of(name) or "files"
-        low, high = float(weight.min()), float(weight.max())
+        low, high = (float(value) for value in weight.detach().aminmax())
         if name.endswith("bias"):
             continue
         if low == high == 0:
