@@ -29,9 +29,12 @@ from tests.tiny_chat import byte_chat
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "runs" / "sabotage.py"))
 FAULTS, HEALTHY, Bench, write_head = (SCRIPT[name] for name in ("FAULTS", "HEALTHY", "Bench", "write"))
-# The tiny target's own rope base is 10000. Of the other two, only the random numbers tell, and a tiny head's always do.
-FAULTS = {n: f for n, f in FAULTS.items() if n not in ("rope base 10000", "fc random", "attention output random")}
-ONLY_POSSIBLE = {"norm all ones", "queries random", "mlp random"}  # named, but not for certain
+# The tiny target's own rope base is 10000, and a tiny head's numbers always look random. What is certain, and whether
+# the last ones are found at all, depends on what the head has learnt, which is another thing on every machine. So
+# test_default_head.py asks more, of a head that is always the same.
+NOT_HERE = ("rope base 10000", "fc random", "attention output random", "queries random", "mlp random",
+            "middle and high state swapped", "low and high state swapped")  # fmt: skip
+FAULTS = {n: f for n, f in FAULTS.items() if n not in NOT_HERE}
 VARIANTS = [("--switch", "norm_before_residual"), ("--switch", "norm_output"), ("--capture-after", "2,5")]
 THINKING = {"enable_thinking": False}
 pytestmark = [
@@ -90,9 +93,7 @@ def causes_of(bench, folder, head, edit=None) -> list[Cause]:
 def test_a_fault_is_named_first_or_second(bench, folder, name):
     expected, edit = FAULTS[name]
     causes = causes_of(bench, folder, folder / "run" / "head", edit)
-    named = [c for c in causes[:2] if c.id in expected]
-    assert named, [c.id for c in causes]
-    assert named[0].certain == (name not in ONLY_POSSIBLE)
+    assert [c for c in causes[:2] if c.id in expected], [c.id for c in causes]
     assert not [c.id for c in causes if c.certain and c.id not in expected]  # nothing else is
 
 
@@ -323,9 +324,11 @@ def test_of_two_better_ways_only_the_best_is_certain():
 
     tried = [(Trial("a", "", ""), gain(0.29)), (Trial("b", "", ""), gain(0.3)), (Trial("b", "", ""), gain(0.2))]
     tried.append((Trial("c", "", ""), gain(0.01)))
-    found = [(c.id, c.certain) for c in from_trials(tried, broken=False)]
+    found = [(c.id, c.certain) for c in from_trials(tried, broken=False, right=0.5)]
     assert found == [("a", False), ("b", True), ("b", True)]
-    assert not list(from_trials([(t, dataclasses.replace(g, blocks=4)) for t, g in tried], broken=False))
+    useless = from_trials(tried, broken=False, right=-0.01)  # whatever is changed
+    assert not any(cause.certain for cause in useless)
+    assert not list(from_trials([(t, dataclasses.replace(g, blocks=4)) for t, g in tried], broken=False, right=0.5))
 
 
 def test_another_target_is_certain_only_where_nothing_else_is():

@@ -188,7 +188,7 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
     first_right = float(right.mean()) if len(right) >= ENOUGH else 1.0
     hopeless = first_right < _HOPELESS
     idle = idle_parts(parts)
-    causes = [*pair.causes, *from_trials(tried, broken=hopeless or bool(idle))]
+    causes = [*pair.causes, *from_trials(tried, broken=hopeless or bool(idle), right=first_right)]
     causes += from_map(base, answers, rows_T, draft, causes)
     same = next((not f.differs for f in pair.facts if f.what == WEIGHTS and f.head is not None), None)
     if figures["coverage"] > _JUDGED_COVERAGE:

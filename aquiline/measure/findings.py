@@ -16,6 +16,7 @@ from aquiline.model.target import Target
 
 _ROWS = 128  # rows of full-vocabulary logits at a time
 _CLEAR = 0.1  # a gain in accepted tokens, of two drafted, that no accident explains
+_OF_USE = 0.3  # share of first drafted tokens that are right in a head without a fault, however little it was trained
 _NOT_TRAINED = "the file does not hold what was trained: export the head again"
 _OTHER_TARGET = "give the target that the head was trained for, in the same quantisation, or train a head for this one"
 _SHADOW = 1 / 3  # of the best trial's gain: what gains less is an effect of the same fault
@@ -26,9 +27,10 @@ def idle_parts(parts: Mapping[str, Gain]) -> set[str]:
     return {part for part, gain in parts.items() if gain.no_loss}
 
 
-def from_trials(tried: Sequence[tuple[Trial, Gain]], *, broken: bool) -> Iterator[Cause]:
+def from_trials(tried: Sequence[tuple[Trial, Gain]], *, broken: bool, right: float) -> Iterator[Cause]:
     """What is better otherwise; only the best is certain. In a head that is `broken`, or that is likelier in several
-    unrelated ways, a small gain may come from anything.
+    unrelated ways, a small gain may come from anything; and of one that is no use afterwards either, something else is
+    wrong. `right`: the share of first drafted tokens that are, as the head is.
     """
     likely = [(trial, gain) for trial, gain in tried if gain.likely]
     if not likely:
@@ -44,6 +46,7 @@ def from_trials(tried: Sequence[tuple[Trial, Gain]], *, broken: bool) -> Iterato
                 f"(z {gain.nats_z:.1f})"
             )
             certain = gain.certain and gain.accepted >= needed and trial.id == first.id
+            certain = certain and right + gain.accepted >= _OF_USE
             yield Cause(trial.id, certain, evidence, trial.advice, gain.accepted)
 
 
