@@ -15,7 +15,7 @@ import pytest
 
 from tests.browser import browser, missing
 from tests.scripted_server import Scripted, Sent, chunk, stream, usage
-from tests.serving import serving
+from tests.serving import WAIT, serving
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
 from tests.test_serve import looked_up, no_cache  # noqa: F401 (fixtures)
 
@@ -59,7 +59,7 @@ def slowly(seconds=0.02, count=10_000):
 
 
 def waits_for(event, chunks):
-    assert event.wait(60)
+    assert event.wait(WAIT)
     yield from chunks
 
 
@@ -245,7 +245,7 @@ def test_stop_keeps_what_is_there_and_tells_the_server(window, scripted, way):
     else:
         window.find("#prompt").send_keys("\ue00c")
     ended(window)
-    assert scripted.left.wait(60)
+    assert scripted.left.wait(WAIT)
     text = window.text(REPLY)
     assert "stopped" in window.text(FOOT)
     assert window.find("#log").get_attribute("aria-busy") == "false"
