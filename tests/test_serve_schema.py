@@ -55,11 +55,11 @@ def test_no_body_makes_the_server_fail(document, route, valid):
 
 
 def agree(body: dict, as_generated: bool) -> None:
-    """What the document cannot say: of this model, and no field against another. `as_generated`: but for the prompt,
-    which may then be too long for the context, or hold ids of no token.
+    """What the document cannot say: of this model, and no field against another. `as_generated`: but for its name, which
+    may then be another's, and the prompt, which may be too long for the context, or hold ids of no token.
     """
-    body.pop("model", None)
     if not as_generated:
+        body.pop("model", None)
         body |= {"messages": HI} if "messages" in body else {"prompt": "a b"}
     if "logit_bias" in body:
         body["logit_bias"] = {str(int(k) % 260): v for k, v in body["logit_bias"].items() if k.isdecimal()}
