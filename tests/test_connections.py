@@ -3,6 +3,7 @@
 import http.client
 import socket
 
+import openai
 import pytest
 
 from aquiline.serve import server
@@ -109,6 +110,11 @@ def test_there_is_room_for_every_place_and_some_more_but_not_for_any_number(fold
         assert post(running, b"", "/health", method="GET")[0] == 200
         for connection in kept:
             connection.close()
+
+
+def test_a_connection_is_kept_for_longer_than_clients_keep_theirs(impatient):
+    """If both gave it up after as long, a request might be on its way to a server that closes."""
+    assert impatient.server.config.timeout_keep_alive > 2 * openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
 
 
 def test_a_connection_serves_many_requests(impatient):

@@ -55,8 +55,8 @@ def test_no_body_makes_the_server_fail(document, route, valid):
 
 
 def agree(body: dict, as_generated: bool) -> None:
-    """What the document cannot say: of this model, and no field against another. `as_generated`: but for its name, which
-    may then be another's, and the prompt, which may be too long for the context, or hold ids of no token.
+    """What the document cannot say: of this model, and no field against another. `as_generated`: but for the name,
+    which may then be that of another, and the prompt, which may be too long, or hold ids of no token.
     """
     if not as_generated:
         body.pop("model", None)

@@ -38,6 +38,7 @@ from aquiline.serve.schema import ChatBody, CompletionBody
 
 _SPARE = 128  # connections beyond those that hold a place: of browsers, of probes, of who is told that it is busy
 _BACKLOG = 512
+_KEEP_SECONDS = 15  # for the next request: clients keep a connection for 5, and must be those who give it up first
 _CLOSE_SECONDS = 5  # at the end, for what has been answered and is not read yet
 _BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 16  # a body may have the larger of the two, for the whole context
 
@@ -279,6 +280,7 @@ def make_server(service: Service, key: str | None = None) -> Server:
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=2 * HEADER_BYTES,  # names, values and what stands between them, in one piece
+        timeout_keep_alive=_KEEP_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
     return Server(config, service)
