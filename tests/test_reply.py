@@ -20,8 +20,8 @@ from aquiline.serve.loop import EngineLoop, Job, Step
 from aquiline.serve.reply import Places, Reply, written
 from aquiline.serve.schema import ChatBody
 from tests.serving import WAIT, Gate, idle, in_thread, serving, taken, until
-from tests.test_api import folders, load  # noqa: F401 (a fixture)
-from tests.test_serve import HI, ask, error_of, no_cache, post, text_of  # noqa: F401 (a fixture)
+from tests.test_api import END, folders, load  # noqa: F401 (a fixture)
+from tests.test_serve import GREEDY, HI, ask, error_of, no_cache, post, text_of  # noqa: F401 (a fixture)
 from tests.tiny_chat import user
 
 
@@ -168,7 +168,7 @@ def test_while_it_shuts_down_what_runs_ends_and_what_comes_is_told(quick):
 def test_who_still_waits_when_the_loop_ends_is_told(folders, no_cache):  # noqa: F811
     with serving(load(folders, "none"), max_batch=2) as running:
         gate, loop = Gate(running.service), running.service.loop
-        body = {"messages": HI, "max_tokens": 50}
+        body = GREEDY | {"max_tokens": 50}
         begun = in_thread(lambda: post(running, body | {"stream": True}))
         taken(running.service, 1)
         gate.let(1)
@@ -214,7 +214,8 @@ def test_a_stream_keeps_nothing_once_it_has_ended(quick):
     asked = f"{'secret'!r} of {id(connection)}"
 
     def stream():
-        body = {"messages": [user(f"tell me, {asked}")], "max_tokens": 40, "stream": True, "token_origins": True}
+        body = {"messages": [user(f"tell me, {asked}")], "max_tokens": 40, "logit_bias": {str(END): -100}}
+        body |= {"stream": True, "token_origins": True}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         lines = connection.getresponse().read().decode().split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""]
@@ -241,3 +242,20 @@ def test_an_answer_is_written_as_json_writes_it():
     for value in (whole, [whole], [], {}, "a", 3, None):
         assert written(value) == json.dumps(value)
         assert written(value, 1) == json.dumps(value)
+
+
+def test_no_part_of_a_large_answer_is_written_for_long(quick, monkeypatch):
+    """While json.dumps runs, nothing else does."""
+    parts: list[int] = []
+
+    def dumps(value):
+        text = json.dumps(value)
+        parts.append(len(text))
+        return text
+
+    monkeypatch.setattr("aquiline.serve.reply.json", SimpleNamespace(dumps=dumps))
+    body = GREEDY | {"max_tokens": 100, "logprobs": True, "top_logprobs": 20, "token_origins": True}
+    status, _, data = post(quick, body)
+    assert status == 200
+    assert len(json.loads(data)["choices"][0]["logprobs"]["content"]) == 100
+    assert max(parts) < len(data) / 40

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ev
 
 TREE = TreeConfig(3, 4, 10)  # not auto: what pays depends on the machine
 HI = [user("hi there")]
+GREEDY = {"messages": HI, "temperature": 0}  # without it, a reply may by chance end with its first token
 CONTEXT = 128
 KEY = "the key of these tests"
 

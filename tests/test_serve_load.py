@@ -28,7 +28,7 @@ from aquiline.serve.loop import Job, Step
 from aquiline.serve.reply import Places, Reply
 from tests.serving import WAIT, Gate, Leaver, idle, in_thread, serving, taken, until
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
-from tests.test_serve import HI, TREE, ask, error_of, joined, no_cache, post, text_of  # noqa: F401 (a fixture)
+from tests.test_serve import GREEDY, HI, TREE, ask, error_of, joined, no_cache, post, text_of  # noqa: F401 (a fixture)
 from tests.tiny_chat import user
 
 pytestmark = pytest.mark.filterwarnings(
@@ -78,7 +78,7 @@ def test_calls_of_many_take_turns_with_the_others(folders, no_cache):  # noqa: F
     with serving(load(folders, "none"), max_batch=2, queue=8) as running:
         gate, loop = Gate(running.service), running.service.loop
         client = running.client()
-        many = in_thread(lambda: ask(client, n=6, max_tokens=3, temperature=1))
+        many = in_thread(lambda: ask(client, n=6, max_tokens=3, temperature=1, seed=1))
         taken(running.service, 6)
         one = in_thread(lambda: ask(client, max_tokens=3))
         taken(running.service, 7)
@@ -95,7 +95,7 @@ def test_a_client_that_leaves_frees_its_slot_within_a_cycle(quick):
     client = quick.client()
     stream = in_thread(lambda: ask(client, stream=True, max_tokens=400))
     taken(quick.service, 1)
-    waiting = Leaver(quick, {"messages": HI, "max_tokens": 400})  # not streamed
+    waiting = Leaver(quick, GREEDY | {"max_tokens": 400})  # not streamed
     taken(quick.service, 2)
     gate.let(2)
     chunks = stream()
@@ -120,7 +120,7 @@ def test_who_leaves_the_queue_is_never_run(quick):
     running = [in_thread(lambda: ask(quick.client(), max_tokens=5)) for _ in range(2)]
     taken(quick.service, 2)
     for stream in (False, True, False):
-        leaver = Leaver(quick, {"messages": HI, "max_tokens": 5, "stream": stream})
+        leaver = Leaver(quick, GREEDY | {"max_tokens": 5, "stream": stream})
         taken(quick.service, 3)
         leaver.leave()
         until(lambda: quick.service.places.taken == 2)
@@ -158,7 +158,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(quick):
 
 def test_an_error_in_a_stream_is_its_end(quick):
     gate = Gate(quick.service)
-    sent = in_thread(lambda: post(quick, {"messages": HI, "max_tokens": 50, "stream": True}))
+    sent = in_thread(lambda: post(quick, GREEDY | {"max_tokens": 50, "stream": True}))
     taken(quick.service, 1)
     gate.let(2)
     until(lambda: any(job.told_ids for job in quick.service.loop._jobs.values()))
@@ -376,7 +376,7 @@ def ask_and_not_read(running, **body):
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     listener.connect((host, int(port)))
-    data = json.dumps({"messages": HI, "max_tokens": 100, "logprobs": True, **body}).encode()
+    data = json.dumps(GREEDY | {"max_tokens": 100, "logprobs": True, **body}).encode()
     listener.sendall(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(data) + data

@@ -28,14 +28,16 @@ class Idle:
     def __init__(self, connections: Collection[Any], seconds: float) -> None:
         """`connections`: those that are open, by uvicorn's account."""
         self._connections, self._seconds = connections, seconds
+        self._time, self._at = 0.0, time.monotonic()
         self._seen: dict[Any, tuple[RequestResponseCycle | None, int, float]] = {}
 
     def close(self) -> None:
         """To be called again and again. A connection stands still as long as no request is answered on it, none has
         come since the last one, and the bytes that wait to be read are as many as they were.
         """
-        now, seen = time.monotonic(), self._seen
-        self._seen = {}
+        then, self._at = self._at, time.monotonic()
+        self._time += min(self._at - then, 1.0)  # while this process stands still itself, nobody keeps it waiting
+        now, seen, self._seen = self._time, self._seen, {}
         for connection in list(self._connections):
             last, unread = connection.cycle, connection.transport.get_write_buffer_size()
             if last is not None and not last.response_complete and not unread:
