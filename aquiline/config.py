@@ -459,6 +459,7 @@ class ServeConfig:
     context: int | None = None  # tokens of prompt and reply; None: what the target allows
     queue: int = 128  # requests that may wait beyond those
     timeout: float = 600.0  # seconds that a request may take at most
+    patience: float = 60.0  # seconds for a client to send what it has begun, and to read what it is sent
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 2**16, f"port {self.port} must be between 0 and 65535; 0 takes a free one")
@@ -466,6 +467,7 @@ class ServeConfig:
         require(self.context is None or self.context >= 2, f"context {self.context} must be at least 2 tokens")
         require(self.queue >= 0, f"queue {self.queue} must not be negative")
         require(self.timeout > 0, f"timeout {self.timeout:g} must be above 0 seconds")
+        require(self.patience > 0, f"patience {self.patience:g} must be above 0 seconds")
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Browser:
         """Of the last that fits, hidden or not, as it stands in the document."""
         return self.run("return [...document.querySelectorAll(arguments[0])].at(-1)?.textContent ?? ''", selector)
 
-    def wait(self, condition: Any, seconds: float = 60) -> Any:
+    def wait(self, condition: Any, seconds: float = 300) -> Any:
         """Until `condition()` is true; returns what it gave."""
         from selenium.webdriver.support.ui import WebDriverWait
 

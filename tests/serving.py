@@ -1,6 +1,7 @@
 """A server in a thread of the tests, and ways to hold its engine still."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from aquiline.api import Model
 from aquiline.config import ServeConfig
 from aquiline.serve import server
 
-WAIT = 60.0  # seconds, for what takes far less
+WAIT = 300.0  # seconds, for what takes far less, on a machine that does much else
 
 
 @dataclass
@@ -41,7 +42,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(model: Model, key: str | None = None, **settings) -> Iterator[Served]:
+def serving(model: Model, key: str | None = None, *, warm: bool = True, **settings) -> Iterator[Served]:
+    """Given once it is ready, or where not `warm` as soon as it listens."""
     config = ServeConfig(**{"port": 0, "max_batch": 4} | settings)
     service = server.Service(model, config)
     listening = server.bind(config)
@@ -49,7 +51,7 @@ def serving(model: Model, key: str | None = None, **settings) -> Iterator[Served
     thread = threading.Thread(target=running.run, args=([listening],), daemon=True)
     thread.start()
     try:
-        until(lambda: service.ready and running.started)
+        until(lambda: running.started and (service.ready or not warm))
         yield Served(service, running, listening, key)
     finally:
         running.should_exit = True
@@ -63,6 +65,61 @@ def until(condition, seconds: float = WAIT) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come about"
         time.sleep(0.002)
+
+
+def in_thread(work):
+    """Start it; returns a function that waits for what it returns or raises."""
+    found: list = []
+
+    def run():
+        try:
+            found.append((work(), None))
+        except Exception as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(WAIT)
+        ((value, error),) = found
+        if error is not None:
+            raise error
+        return value
+
+    return result
+
+
+def taken(service, jobs: int) -> None:
+    """Wait until the loop has so many."""
+    loop = service.loop
+
+    def now() -> int:
+        with loop._wake:  # from one to the other they go under it
+            return len(loop._jobs) + sum(map(len, loop._coming))
+
+    until(lambda: now() == jobs)
+
+
+def idle(service) -> bool:
+    """Nothing of any call is left."""
+    loop = service.loop
+    kept = loop._jobs or loop._calls or loop._coming or loop.engine.busy
+    return not kept and service.places.taken == 0
+
+
+class Leaver:
+    """A client that sends a call and, when it is told to, hangs up."""
+
+    def __init__(self, served: Served, body: dict) -> None:
+        host, port = served.address.split(":")
+        self._connection = socket.create_connection((host, int(port)), timeout=WAIT)
+        data = json.dumps(body).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        self._connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    def leave(self) -> None:
+        self._connection.close()
 
 
 class Gate:
@@ -79,8 +136,10 @@ class Gate:
         self.holds = True
         self._steps.acquire()
         self.holds = False
-        self.made += 1
-        return self._step()
+        try:
+            return self._step()
+        finally:
+            self.made += 1
 
     def let(self, steps: int) -> None:
         made = self.made

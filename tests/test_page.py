@@ -6,6 +6,7 @@ Skipped where there is no browser; `make browser-test` installs one, and then no
 import json
 import os
 import re
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from tests.browser import browser, missing
 from tests.scripted_server import Scripted, Sent, chunk, stream, usage
-from tests.serving import serving
+from tests.serving import WAIT, serving
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
 from tests.test_serve import looked_up, no_cache  # noqa: F401 (fixtures)
 
@@ -55,6 +56,11 @@ def slowly(seconds=0.02, count=10_000):
     for i in range(count):
         time.sleep(seconds)
         yield chunk((f" {i}", 0))
+
+
+def waits_for(event, chunks):
+    assert event.wait(WAIT)
+    yield from chunks
 
 
 def ask(window, text, button="#send"):
@@ -239,13 +245,87 @@ def test_stop_keeps_what_is_there_and_tells_the_server(window, scripted, way):
     else:
         window.find("#prompt").send_keys("\ue00c")
     ended(window)
-    assert scripted.left.wait(10)
+    assert scripted.left.wait(WAIT)
     text = window.text(REPLY)
     assert "stopped" in window.text(FOOT)
     assert window.find("#log").get_attribute("aria-busy") == "false"
     ask(window, "more")
     ended(window)
     assert [m["content"] for m in scripted.bodies[1]["messages"]] == ["hi", text, "more"]
+
+
+def test_what_is_stopped_before_its_first_word_can_be_sent_again(window, scripted):
+    hold = threading.Event()
+    scripted.answers += [waits_for(hold, stream(chunk(("never", 0)))), stream(chunk(("fine", 0)))]
+    window.open(scripted.url)
+    window.find("#welcome button").click()
+    asked = window.text(BUBBLE)
+    assert window.run("return document.activeElement.id") == "prompt"
+    window.wait(lambda: scripted.bodies)
+    window.find("#send").click()
+    ended(window)
+    hold.set()
+    assert window.find("#prompt").get_property("value") == asked
+    assert window.find("#welcome").is_displayed()
+    assert not window.all(f"{BUBBLE}, {REPLY}")
+    window.find("#send").click()
+    window.wait(lambda: window.text(REPLY) == "fine")
+    assert [m["content"] for m in scripted.bodies[1]["messages"]] == [asked]
+
+
+def test_settings_that_change_meanwhile_are_for_the_next_time(window, scripted):
+    hold = threading.Event()
+    plain = waits_for(hold, stream(chunk(("a", 0))))
+    scripted.answers += [stream(chunk(("w", 0))), plain, stream(chunk(("a", 0)))]
+    window.open(scripted.url)
+    ask(window, "hi", "#race")
+    window.wait(lambda: len(scripted.bodies) == 2)
+    window.run("document.querySelector('[name=temperature]').value = 1.5")
+    window.run("document.querySelector('[name=seed]').value = 12345")
+    hold.set()
+    ended(window)
+    assert len(scripted.bodies) == 3
+    assert {body["temperature"] for body in scripted.bodies} == {0}
+    assert len({body["seed"] for body in scripted.bodies} - {12345}) == 1
+
+
+def test_a_race_that_is_refused_leaves_nothing_but_the_message(window, scripted):
+    scripted.answers += [(429, {"error": {"message": "full"}})]
+    window.open(scripted.url)
+    ask(window, "hi", "#race")
+    window.wait(lambda: "busy" in window.text(NOTICE))
+    ended(window)
+    assert not window.all("#log article")
+    assert window.find("#prompt").get_property("value") == "hi"
+
+
+def test_a_text_without_drafts_says_so(window, scripted):
+    scripted.answers += [stream(chunk(("plain", 0)))]
+    window.open(scripted.url)
+    ask(window, "hi")
+    ended(window)
+    assert "Nothing was drafted" in window.text("#tree")
+
+
+def test_an_empty_reply_is_one(window, scripted):
+    scripted.answers += [stream(chunk(("", 0))), stream(chunk(("fine", 0)))]
+    window.open(scripted.url)
+    for text in ("hi", "and"):
+        ask(window, text)
+        ended(window)
+    assert window.text(REPLY) == "fine"
+    assert [m["content"] for m in scripted.bodies[1]["messages"]] == ["hi", "", "and"]
+
+
+def test_what_others_store_here_is_not_looked_at(window, scripted):
+    window.open(scripted.url)
+    window.run("localStorage.settings = 'of another page'; sessionStorage.bearer = 'of it, too'")
+    window.driver.refresh()
+    window.wait(lambda: window.text("#model") == "tiny")
+    scripted.answers += [stream(chunk(("fine", 0)))]
+    ask(window, "hi")
+    ended(window)
+    assert scripted.keys == [None]
 
 
 def test_a_busy_server_is_told_of_and_tried_again(window, scripted):

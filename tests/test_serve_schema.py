@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from aquiline.serve.schema import ChatBody, CompletionBody
-from tests.serving import serving
+from tests.serving import WAIT, serving
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
 from tests.test_serve import HI, no_cache  # noqa: F401 (a fixture)
 
@@ -17,7 +17,7 @@ CHECKS = [checks.status_code_conformance, checks.content_type_conformance, check
 CHECKS.append(schemathesis.checks.not_a_server_error)
 POSTS = ("POST /v1/chat/completions", "POST /v1/completions")
 GETS = ("GET /v1/models/{name}", "GET /v1/models", "GET /health", "GET /ready", "GET /metrics")
-STATUSES = (200, 400, 404, 413, 429, 504)
+STATUSES = (200, 400, 404, 413, 429)
 CASES = [(route, valid) for route in (*POSTS, *GETS) for valid in (True, False) if valid or route in POSTS]
 
 
@@ -44,9 +44,9 @@ def test_no_body_makes_the_server_fail(document, route, valid):
             case.body.pop("timeout", None)  # a short one is kept, by 504
             if valid:
                 agree(case.body, as_generated=len(answered) % 4 == 3)
-        answer = case.call_and_validate(checks=CHECKS, timeout=60)
+        answer = case.call_and_validate(checks=CHECKS, timeout=WAIT)
         answered.append(answer.status_code)
-        assert answer.status_code in STATUSES  # the document calls every other one an error
+        assert answer.status_code in STATUSES  # the document names more: of shutting down, of keys, of failures
 
     answered: list[int] = []
     check()
@@ -55,11 +55,11 @@ def test_no_body_makes_the_server_fail(document, route, valid):
 
 
 def agree(body: dict, as_generated: bool) -> None:
-    """What the document cannot say: of this model, and no field against another. `as_generated`: but for the prompt,
-    which may then be too long for the context, or hold ids of no token.
+    """What the document cannot say: of this model, and no field against another. `as_generated`: but for the name,
+    which may then be that of another, and the prompt, which may be too long, or hold ids of no token.
     """
-    body.pop("model", None)
     if not as_generated:
+        body.pop("model", None)
         body |= {"messages": HI} if "messages" in body else {"prompt": "a b"}
     if "logit_bias" in body:
         body["logit_bias"] = {str(int(k) % 260): v for k, v in body["logit_bias"].items() if k.isdecimal()}
@@ -70,8 +70,6 @@ def agree(body: dict, as_generated: bool) -> None:
     if body.get("max_tokens") is not None:
         body.pop("max_completion_tokens", None)
     body.pop("chat_template_kwargs", None)
-    if body.get("n", 1) > 8:
-        body["n"] = 8
 
 
 MANY = 100_000

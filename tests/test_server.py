@@ -45,7 +45,7 @@ class Fake:
                     scripted = fake.script.get(body["messages"][-1]["content"])
                     step = scripted.popleft() if scripted else None
                 if fake.together is not None:
-                    fake.together.wait(10)
+                    fake.together.wait(60)
                 with fake.lock:
                     fake.now -= 1
                 if step == "drop":
@@ -89,7 +89,7 @@ def fake():
 
 def run(fake, tmp_path, texts=("a", "b"), in_flight=2, config=None, **more):
     naps = []
-    server = Server(fake.url, CHAT, KWARGS, sleep=naps.append, timeout=10, **more)
+    server = Server(fake.url, CHAT, KWARGS, sleep=naps.append, timeout=60, **more)
     dropped, out = Dropped(), tmp_path / "a.jsonl"
     config = config or AnswerConfig(template_kwargs=KWARGS, in_flight=in_flight, max_new_tokens=9)
     counts = answer([Prompt(t, "s", [user(t)]) for t in texts], out, server, CHAT, config, dropped)

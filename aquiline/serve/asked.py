@@ -17,6 +17,7 @@ from aquiline.serve.schema import ChatBody, CompletionBody, Generation, JsonSche
 
 T = TypeVar("T")
 _WHOLE = 2**63  # seeds
+MOST_REPLIES = 128  # of one call: it takes turns with the others, but all that it asks for is kept meanwhile
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,15 @@ class Asked:
     prompt_tokens: int  # each prompt counted once
 
 
-def count(body: Generation) -> int:
-    """How many replies a body asks for."""
+def check_count(body: Generation) -> None:
+    """Refused for more replies than a call may have."""
     prompts = 1
     if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
         prompts = len(body.prompt) if body.prompt and not isinstance(body.prompt[0], int) else 1
-    return prompts * body.n
+    if prompts * body.n > MOST_REPLIES:
+        field = "prompt" if prompts > MOST_REPLIES else "n"
+        message = f"{prompts} prompts with {body.n} replies each are more than the {MOST_REPLIES} replies of one call"
+        raise Refused(400, message, param=field, code="invalid_value")
 
 
 def check_name(model: Model, name: str) -> None:

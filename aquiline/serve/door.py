@@ -3,9 +3,7 @@
 import asyncio
 import hashlib
 import hmac
-import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,7 +12,6 @@ from aquiline.serve.errors import Refused
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _OPEN = ("/", "/health", "/ready", "/openapi.json")  # without a key
 HEADER_BYTES = 2**15
-_BODY_SECONDS = 30.0
 _ENDURED = 8  # times the largest body
 
 
@@ -31,10 +28,11 @@ class Door:
         key: str | None,
         names: Sequence[str] | None,
         most_bytes: int,
+        patience: float,
         count: Callable[[int], None] = lambda status: None,
     ) -> None:
-        """`most_bytes` of a body; `count` is told the status of what is turned away."""
-        self._app, self._names, self._most, self._count = app, names, most_bytes, count
+        """`most_bytes` of a body, and the seconds it may take; `count` is told the status of what is turned away."""
+        self._app, self._names, self._most, self._patience, self._count = app, names, most_bytes, patience, count
         self._key = None if key is None else _digest(key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +52,7 @@ class Door:
             refused = refused or error
         if refused is not None:
             self._count(refused.status)
-            await send_json(send, refused.status, refused.body, {**refused.headers, "Connection": "close"})
+            await send_json(send, refused.status, refused.data, {**refused.headers, "Connection": "close"})
             return
         given = False
 
@@ -88,7 +86,7 @@ class Door:
         parts: list[bytes] = []
         size, more = 0, True
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            async with asyncio.timeout(self._patience):
                 while more and size <= _ENDURED * self._most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -99,7 +97,7 @@ class Door:
                     if size > most:
                         parts.clear()
         except TimeoutError as error:
-            raise Refused(408, f"the body took longer than {_BODY_SECONDS:g} seconds", code="timeout") from error
+            raise Refused(408, f"the body took longer than {self._patience:g} seconds", code="timeout") from error
         if size > most:
             raise Refused(413, f"the body is larger than {self._most} bytes", code="body_too_large")
         return b"".join(parts)
@@ -114,8 +112,7 @@ def _without_port(host: str) -> str:
     return (name if colon and port.isdigit() else host).lower()
 
 
-async def send_json(send: Send, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
-    data = json.dumps(value).encode()  # in ASCII: what is quoted may hold half a surrogate pair
+async def send_json(send: Send, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
     named = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
     lines = [(name.encode(), text.encode()) for name, text in named.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})

@@ -1,5 +1,6 @@
 """What is answered in place of a reply: a status, and an error object in OpenAI's form."""
 
+import json
 from typing import Any
 
 _TYPES = {
@@ -32,3 +33,7 @@ class Refused(Exception):
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def data(self) -> bytes:
+        return json.dumps(self.body).encode()  # in ASCII: what is quoted may hold half a surrogate pair

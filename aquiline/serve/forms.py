@@ -144,9 +144,30 @@ class Status(TypedDict):
 _STREAM = {"schema": {"description": "With `stream`: chunks as OpenAI has them, the last one being [DONE]."}}
 
 
-def documented(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route whose answers are `model` or an error."""
-    good: dict[str, Any] = {"model": model, "description": "The answer"}
+_ERRORS = {
+    400: "What the body asks for cannot be done; `param` names the field",
+    401: "The API key is missing or wrong",
+    403: "Called by another name, or by a page from elsewhere",
+    404: "The model is not here",
+    408: "The body did not come to its end",
+    413: "The body is too large",
+    429: "The queue is full; `Retry-After` says for about how long",
+    431: "The headers are too large",
+    500: "The engine, or the server, has failed",
+    503: "The server is starting or shutting down, or its engine has failed",
+    504: "The request took longer than its timeout",
+}
+OF_A_BODY = (400, 401, 404, 408, 413, 429, 500, 503, 504)  # what a route with one may answer
+
+
+def documented(model: Any, *errors: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route whose answers are `model`, these errors, or those of any route; None: plain text."""
+    good: dict[str, Any] = {"description": "The answer", "model": model}
+    if model is None:
+        good = {"description": "The answer", "content": {"text/plain": {"schema": {"type": "string"}}}}
     if streams:
         good["content"] = {"text/event-stream": _STREAM}
-    return {200: good, "default": {"model": ErrorAnswer, "description": "An error"}}
+    found: dict[int | str, dict[str, Any]] = {200: good}
+    for status in sorted((*errors, 403, 431)):
+        found[status] = {"model": ErrorAnswer, "description": _ERRORS[status]}
+    return found

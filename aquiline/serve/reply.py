@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -18,35 +18,35 @@ from aquiline.serve.door import send_json
 from aquiline.serve.errors import Refused
 from aquiline.serve.loop import EngineLoop, Job, Step
 
-_SEND_SECONDS = 60.0  # for who does not read what was asked for: of one part, and of all after the deadline
-
 log = logging.getLogger("aquiline.serve")
 
 
 class Places:
-    """How many replies may be under way, running or waiting. Used in the event loop's thread only."""
+    """How many calls may be under way, running or waiting. Used in the event loop's thread only.
 
-    def __init__(self, most: int, at_a_time: int) -> None:
+    A call has one place, however many replies it asks for: calls take turns in the engine, so that one of many keeps
+    nobody waiting for longer than one of one does, and it must not shut the others out of the queue either.
+    """
+
+    def __init__(self, most: int) -> None:
         self.most, self.taken, self.closed = most, 0, False
-        self._at_a_time = at_a_time
-        self._seconds = 1.0  # that a call took lately
+        self._seconds = 1.0  # that a call took lately, from its place to its last byte
 
     @contextmanager
-    def take(self, count: int) -> Iterator[None]:
-        if count > self.most:
-            raise Refused(400, f"{count} replies at a time are more than the {self.most} that this server takes at all")
+    def take(self) -> Iterator[None]:
+        """Left by an exception, it was no call to learn from: one that failed, or that nobody listens to any more."""
         if self.closed:
             raise Refused(503, "the server is shutting down", code="shutting_down")
-        if self.taken + count > self.most:
-            after = min(60, 1 + int(self._seconds / self._at_a_time))
+        if self.taken >= self.most:
+            after = min(60, 1 + int(self._seconds / self.most))  # of so many calls one ends that often (Little's law)
             raise Refused(429, "the server is busy: its queue is full", code="queue_full", retry_after=after)
-        self.taken += count
+        self.taken += 1
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.taken -= count
-            self._seconds += 0.1 * (time.perf_counter() - began - self._seconds)
+            self.taken -= 1
+        self._seconds += 0.1 * (time.perf_counter() - began - self._seconds)
 
 
 class Reply(Response):
@@ -56,19 +56,19 @@ class Reply(Response):
         self,
         loop: EngineLoop,
         places: Places,
-        count: int,
         stream: bool,
         timeout: float,
+        patience: float,
         ask: Callable[[], Asked],
         answer: Callable[[Asked], Answer],
     ) -> None:
         """`ask`: reads the prompt, in a thread. Both may raise Refused."""
         super().__init__()
-        self._loop, self._places, self._count, self._stream = loop, places, count, stream
-        self._timeout, self._ask, self._answer = timeout, ask, answer
+        self._loop, self._places, self._stream = loop, places, stream
+        self._timeout, self._patience, self._ask, self._answer = timeout, patience, ask, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._places.take(self._count):
+        with suppress(_Gone, _Unread, _Failed), self._places.take():
             asked = await run_in_threadpool(self._ask)
             answer = self._answer(asked)
             steps: asyncio.Queue[tuple[int, Step] | None] = asyncio.Queue()  # None: the client is gone
@@ -82,10 +82,8 @@ class Reply(Response):
             gone = asyncio.create_task(_disconnected(receive))
             gone.add_done_callback(leave)
             try:
-                async with asyncio.timeout(self._timeout + _SEND_SECONDS):
+                async with _within(self._timeout + self._patience):
                     await (self._as_stream if self._stream else self._as_whole)(answer, _each(steps, len(jobs)), send)
-            except (_Gone, TimeoutError):  # or does not read, or too slowly
-                pass
             finally:
                 gone.cancel()
                 self._loop.cancel(jobs)
@@ -107,9 +105,9 @@ class Reply(Response):
             if step.fault is not None:
                 raise step.fault
             answer.take(index, step)
-        whole = await asyncio.to_thread(answer.whole)  # logprobs of many long replies take a while to write down
-        async with asyncio.timeout(_SEND_SECONDS):
-            await send_json(send, 200, whole)
+        data = await asyncio.to_thread(lambda: written(answer.whole()).encode())  # of many logprobs it takes a while
+        async with _within(self._patience):
+            await send_json(send, 200, data)
 
     async def _as_stream(self, answer: Answer, steps: AsyncIterator[tuple[int, Step]], send: Send) -> None:
         """Nothing is sent before the first token: until then an error has a status of its own."""
@@ -117,19 +115,19 @@ class Reply(Response):
 
         async def put(value: dict[str, Any] | str, *, more: bool = True) -> None:
             data = f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode()
-            async with asyncio.timeout(_SEND_SECONDS):
+            async with _within(self._patience):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async for index, step in steps:
             if step.fault is not None and not begun:
                 raise step.fault
             if not begun:
-                async with asyncio.timeout(_SEND_SECONDS):
+                async with _within(self._patience):
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
                 begun = True
             if step.fault is not None:
                 await put(step.fault.body, more=False)
-                return
+                raise _Failed
             if (chunk := answer.chunk(index, step)) is not None:
                 await put(chunk)
         if (usage := answer.last_chunk()) is not None:
@@ -146,6 +144,35 @@ _STREAM = [
 
 class _Gone(Exception):
     """The client is."""
+
+
+class _Unread(Exception):
+    """The client does not read, or too slowly."""
+
+
+class _Failed(Exception):
+    """A reply has, and the client has been told."""
+
+
+@asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise _Unread from error
+
+
+_EACH = 5  # levels of an answer: its choices, one of them, their logprobs, the tokens of these, one token
+
+
+def written(value: Any, levels: int = _EACH) -> str:
+    """As json.dumps writes it, which lets no other thread run meanwhile, however large the value; this does."""
+    if not levels or not isinstance(value, (dict, list)):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)}: {written(v, levels - 1)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(written(v, levels - 1) for v in value) + "]"
 
 
 async def _each(steps: asyncio.Queue[tuple[int, Step] | None], count: int) -> AsyncIterator[tuple[int, Step]]:

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import json
 import logging
 import re
 import signal
@@ -20,23 +19,26 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import Response
 
 from aquiline.api import Model
 from aquiline.config import AquilineWarning, ServeConfig, UserError
 from aquiline.data.grammar import Grammars
 from aquiline.decode.engine import Engine
 from aquiline.serve.answers import Answer
-from aquiline.serve.asked import asked, check_name, count
+from aquiline.serve.asked import asked, check_count, check_name
+from aquiline.serve.connections import Idle, limited
 from aquiline.serve.door import HEADER_BYTES, LOOPBACK, Door
 from aquiline.serve.errors import Refused
-from aquiline.serve.forms import ChatAnswer, Models, ServedModel, Status, TextAnswer, documented
+from aquiline.serve.forms import OF_A_BODY, ChatAnswer, Models, ServedModel, Status, TextAnswer, documented
 from aquiline.serve.loop import EngineLoop
 from aquiline.serve.metrics import Metrics
 from aquiline.serve.reply import Places, Reply
 from aquiline.serve.schema import ChatBody, CompletionBody
 
-_CONNECTIONS, _BACKLOG = 512, 512
+_SPARE = 128  # connections beyond those that hold a place: of browsers, of probes, of who is told that it is busy
+_BACKLOG = 512
+_KEEP_SECONDS = 15  # for the next request: clients keep a connection for 5, and must be those who give it up first
 _CLOSE_SECONDS = 5  # at the end, for what has been answered and is not read yet
 _BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 16  # a body may have the larger of the two, for the whole context
 
@@ -50,7 +52,7 @@ class Service:
         self.model, self.config, self.metrics = model, config, Metrics()
         self.died: Callable[[], None] = lambda: None
         self.loop = EngineLoop(self._make_engine, config.max_batch, self.metrics, model.watch, lambda: self.died())
-        self.places = Places(config.max_batch + config.queue, config.max_batch)
+        self.places = Places(config.max_batch + config.queue)
         self.created = int(time.time())
         try:
             target = model.target.config
@@ -66,12 +68,13 @@ class Service:
         timeout, most = body.timeout or self.config.timeout, self.config.timeout
         if timeout > most:
             raise Refused(400, f"timeout {timeout:g} is more than this server's {most:g} seconds", param="timeout")
+        check_count(body)
         return Reply(
             self.loop,
             self.places,
-            count(body),
             body.stream,
             timeout,
+            self.config.patience,
             lambda: asked(self.model, self.loop.engine, self.grammars, body),
             lambda what: Answer(body, what, self.model.chat, self.model.target_name),
         )
@@ -91,6 +94,18 @@ class Service:
         }
 
 
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Without 422, which FastAPI documents by itself and this server never answers."""
+        document = super().openapi()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+
 def make_app(service: Service, key: str | None = None, names: tuple[str, ...] | None = None) -> FastAPI:
     """The app of one service; `key` and `names` as in `Door`."""
 
@@ -101,45 +116,46 @@ def make_app(service: Service, key: str | None = None, names: tuple[str, ...] | 
         await asyncio.to_thread(service.loop.stop)
 
     # The documentation pages of FastAPI load scripts from elsewhere.
-    app = FastAPI(title="aquiline", version="1", docs_url=None, redoc_url=None, lifespan=life)
+    app = _App(title="aquiline", version="1", docs_url=None, redoc_url=None, lifespan=life)
     _answer_errors(app, service)
     _add_routes(app, service)
     most = max(_BODY_BYTES, _BYTES_PER_TOKEN * service.loop.engine.context)
-    app.add_middleware(Door, key=key, names=names, most_bytes=most, count=service.metrics.turned_away)
+    patience, count = service.config.patience, service.metrics.turned_away
+    app.add_middleware(Door, key=key, names=names, most_bytes=most, patience=patience, count=count)
     return app
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", responses=documented(ChatAnswer, streams=True))
+    @app.post("/v1/chat/completions", responses=documented(ChatAnswer, *OF_A_BODY, streams=True))
     async def chat_completions(body: ChatBody) -> Response:
         return service.reply(body)
 
-    @app.post("/v1/completions", responses=documented(TextAnswer, streams=True))
+    @app.post("/v1/completions", responses=documented(TextAnswer, *OF_A_BODY, streams=True))
     async def completions(body: CompletionBody) -> Response:
         return service.reply(body)
 
-    @app.get("/v1/models", responses=documented(Models))
+    @app.get("/v1/models", responses=documented(Models, 401))
     async def models() -> Models:
         return {"object": "list", "data": [service.model_served()]}
 
-    @app.get("/v1/models/{name:path}", responses=documented(ServedModel))
+    @app.get("/v1/models/{name:path}", responses=documented(ServedModel, 401, 404))
     async def one_model(name: str) -> ServedModel:
         check_name(service.model, name)
         return service.model_served()
 
-    @app.get("/health", responses=documented(Status))
+    @app.get("/health", responses=documented(Status, 503))
     async def health() -> Status:
         if service.loop.dead:
             raise Refused(503, "the engine has failed", code="engine_fault")
         return {"status": "ok"}
 
-    @app.get("/ready", responses=documented(Status))
+    @app.get("/ready", responses=documented(Status, 503))
     async def ready() -> Status:
         if not service.ready:
             raise Refused(503, "the server is starting or shutting down", code="not_ready")
         return {"status": "ready"}
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics", responses=documented(None, 401), response_class=Response)
     async def metrics() -> Response:
         text = service.metrics.text(service.loop.engine, service.loop.under_way)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -178,7 +194,7 @@ def _page() -> tuple[bytes, str]:
 def _answer_errors(app: FastAPI, service: Service) -> None:
     def answer(refused: Refused) -> Response:
         service.metrics.turned_away(refused.status)
-        return _Ascii(refused.body, refused.status, refused.headers)
+        return Response(refused.data, refused.status, refused.headers, "application/json")
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
@@ -197,13 +213,6 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
         return answer(Refused(500, "an error inside the server; its log says more"))
-
-
-class _Ascii(JSONResponse):
-    """What is quoted may hold half a surrogate pair."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
 
 
 def _invalid(error: RequestValidationError) -> Refused:
@@ -234,6 +243,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._idle = Idle(self.server_state.connections, service.config.patience)
         service.died = self._give_up
 
     def _give_up(self) -> None:
@@ -248,6 +258,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._service.places.closed and not self._service.places.taken:
             self.should_exit = True
+        self._idle.close()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -262,14 +273,14 @@ def make_server(service: Service, key: str | None = None) -> Server:
     app = make_app(service, key, names)
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=limited(service.places.most + _SPARE),
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=2 * HEADER_BYTES,  # names, values and what stands between them, in one piece
-        limit_concurrency=_CONNECTIONS,
+        timeout_keep_alive=_KEEP_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
     return Server(config, service)
