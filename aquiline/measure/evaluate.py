@@ -42,7 +42,7 @@ DEFINITIONS = {
     "divergences": "position: the first generated token (from 0) that differs; logit_gap: between the target's two "
     "largest logits there, in one pass over the plain run's tokens before it",
     "mean": "over tasks, each weighing the same",
-    "exact": "whether a token's numbers are the same bits whatever else is in its pass, so that both ways give one text",
+    "exact": "whether a token's numbers are the same bits whatever else is in its pass, so that both texts are one",
     "load": "share of the machine's processor time that other processes took during the measurement; loaded: more "
     "than a twentieth, and times then mean little. pause_file: training runs stood still meanwhile",
 }

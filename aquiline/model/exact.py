@@ -10,7 +10,7 @@ CHUNK at a time, in float32; what lies beyond a token adds exactly 0:
     a node        0 ... n-1          n, its ancestors, n+d     as in plain decoding of its path
 
 So a token of a prompt, of plain decoding, of a tree and of a batch meets the same operations with the same numbers.
-That they treat their rows alike is nothing PyTorch promises: `check_exact` finds out here, and refuses.
+That they treat their rows alike is nothing PyTorch promises: a target finds out, and refuses, when it is made exact.
 
 Shapes: B rows and N tokens of a pass, R = ROWS, C = CHUNK, L layers, H heads, G kv heads, E head width, S tokens of a
 storage, K a multiple of C.
@@ -18,17 +18,12 @@ storage, K a multiple of C.
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aquiline.config import require
 from aquiline.model.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from aquiline.model.target import Target
 
 # Text may depend on these two, and on nothing that a request or an engine sets.
 ROWS = 16
@@ -167,29 +162,3 @@ class Gathered:
 def _wide(x_E: Tensor) -> Tensor:
     """With zeros, to whole 64 bytes: of a batch of products, MKL computes those that begin elsewhere otherwise."""
     return F.pad(x_E, (0, -x_E.shape[-1] % 16))
-
-
-@torch.inference_mode()
-def check_exact(target: "Target") -> None:
-    """UserError unless a text's tokens are computed alike in one pass and, a place further on, in two.
-
-    That meets every place of a block and the one beside it, with other tokens around.
-    """
-    generator = torch.Generator().manual_seed(0)
-    count = min(2 * ROWS + 1, target.config.max_positions)
-    ids = torch.randint(target.config.vocab_size, (1, count), generator=generator).to(target.device)
-    positions = torch.arange(count, device=target.device)[None]
-    whole = target(ids, positions)
-    cache = target.new_cache(1, count)
-    first = target(ids[:, :1], positions[:, :1], None, cache, [0])
-    cache.keep(0, first.keys_LBGNE[:, 0], first.values_LBGNE[:, 0])
-    rest = target(ids[:, 1:], positions[:, 1:], None, cache, [0])
-    same = torch.equal(target.logits(whole.last_BND)[:, 1:], target.logits(rest.last_BND)) and all(
-        torch.equal(getattr(whole, name)[..., 1:, :], getattr(rest, name))
-        for name in ("last_BND", "aux_BNA", "keys_LBGNE", "values_LBGNE")
-    )
-    require(
-        same,
-        f"PyTorch {torch.__version__} does not compute equal rows of a {target.dtype} product alike on "
-        f"{target.device}: leave --exact out, or choose another --dtype or --device",
-    )

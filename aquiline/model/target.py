@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aquiline.config import TOP, TargetConfig, UserError, check_capture_after
+from aquiline.config import TOP, TargetConfig, UserError, check_capture_after, require
 from aquiline.model.backend import Decoder, Weights, describe, fast_bf16, usable
-from aquiline.model.exact import ROWS, Gathered, by_rows, check_exact, padded
+from aquiline.model.exact import ROWS, Gathered, by_rows, padded
 from aquiline.model.kv_cache import KVCache
 from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
 
@@ -271,7 +271,7 @@ class LlamaTarget(Target):
     def make_exact(self) -> None:
         if not self.exact:
             self._exact = True
-            check_exact(self)
+            _check_exact(self)
 
     def logits(self, last: Tensor) -> Tensor:
         if not self._exact:
@@ -356,3 +356,29 @@ class LlamaTarget(Target):
             capture_after=() if self.capture_after == TOP else self.capture_after,
         )  # fmt: skip
         return self
+
+
+@torch.inference_mode()
+def _check_exact(target: LlamaTarget) -> None:
+    """UserError unless a text's tokens are computed alike in one pass and, a place further on, in two.
+
+    That meets every place of a block and the one beside it, with other tokens around.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = min(2 * ROWS + 1, target.config.max_positions)
+    ids = torch.randint(target.config.vocab_size, (1, count), generator=generator).to(target.device)
+    positions = torch.arange(count, device=target.device)[None]
+    whole = target(ids, positions)
+    cache = target.new_cache(1, count)
+    first = target(ids[:, :1], positions[:, :1], None, cache, [0])
+    cache.keep(0, first.keys_LBGNE[:, 0], first.values_LBGNE[:, 0])
+    rest = target(ids[:, 1:], positions[:, 1:], None, cache, [0])
+    same = torch.equal(target.logits(whole.last_BND)[:, 1:], target.logits(rest.last_BND)) and all(
+        torch.equal(getattr(whole, name)[..., 1:, :], getattr(rest, name))
+        for name in ("last_BND", "aux_BNA", "keys_LBGNE", "values_LBGNE")
+    )
+    require(
+        same,
+        f"PyTorch {torch.__version__} does not compute equal rows of a {target.dtype} product alike on "
+        f"{target.device}: leave --exact out, or choose another --dtype or --device",
+    )
