@@ -89,8 +89,8 @@ def test_nodes_of_a_batch_of_trees_have_the_numbers_of_their_paths(dtype):
                     continue
                 path, at = [], node
                 while at >= 0:
-                    path.insert(0, int(trees[row].tokens_N[at]))
-                    at = int(trees[row].parents_N[at])
+                    path.insert(0, trees[row].tokens[at])
+                    at = trees[row].parents[at]
                 text = prompts[row] + path
                 want = [x[-1:] for x in run(target, text, [len(text) - 1, 1])]
                 assert all_equal(numbers(target, out, b, slice(1 + node, 2 + node)), want)
