@@ -318,11 +318,14 @@ def load(
     dtype: str | None = None,
     device: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    exact: bool = False,
 ) -> Model:
     """Load a target (folder, .gguf file, hub id or `default`) and a draft (folder, hub id, `default`, `ngram`, `none`).
 
     `dtype` and `device` as in `pick_dtype` and `pick_device`; `template_kwargs` go to the chat template with every
-    prompt, such as {"enable_thinking": False}. UserError says what does not fit.
+    prompt, such as {"enable_thinking": False}. `exact`: no token's numbers may depend on what else is in its pass, so
+    that in 16 bits, too, plain and speculative text are one; with the kernel they never do (model/exact.py). UserError
+    says what does not fit.
     """
     settings = dict(template_kwargs or {})
     where = pick_device(device)
@@ -333,7 +336,7 @@ def load(
         model = load_target(target, kind, where)
         fingerprint = checkpoint.target_fingerprint(model)  # packing takes the weights away
         ngram = NGRAM if str(draft) == NGRAM else None
-        return Model(model.pack(), ngram, chat, name, str(draft), None, fingerprint, settings)
+        return Model(_packed(model, exact), ngram, chat, name, str(draft), None, fingerprint, settings)
     folder = checkpoint.draft_path(draft)  # first: a misspelt draft should not cost the loading of the target
     chat = load_chat(target)
     try:
@@ -347,7 +350,15 @@ def load(
         raise
     fingerprint = checkpoint.target_fingerprint(model)
     _check_template_kwargs(folder, settings)
-    return Model(model.pack(), head.pack(), chat, name, checkpoint.draft_name(folder), folder, fingerprint, settings)
+    packed, called = _packed(model, exact), checkpoint.draft_name(folder)
+    return Model(packed, head.pack(), chat, name, called, folder, fingerprint, settings)
+
+
+def _packed(target: Target, exact: bool) -> Target:
+    packed = target.pack()
+    if exact:
+        packed.make_exact()
+    return packed
 
 
 def _check_template_kwargs(folder: Path, settings: dict[str, Any]) -> None:

@@ -29,7 +29,17 @@ from tests.tiny_chat import assistant, byte_chat, user
 decode, train = cli.decode, cli.train  # by way of main: verbs are declared in the order in which they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ever accepted")
 
-MODEL = {"--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--temperature", "--seed"}
+MODEL = {
+    "--target",
+    "--draft",
+    "--dtype",
+    "--device",
+    "--tree",
+    "--max-new-tokens",
+    "--temperature",
+    "--seed",
+    "--exact",
+}
 SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
 FLAGS = {
     "generate": MODEL | SAMPLING | {"--system", "--template-kwarg", "--compare", "--json"},
@@ -37,12 +47,12 @@ FLAGS = {
     "eval": MODEL | {"--template-kwarg", "--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
     "bench": {
         "--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--template-kwarg", "--json",
-        "--pause-file", "--allow-load", "--batch", "--repeats",
+        "--pause-file", "--allow-load", "--batch", "--repeats", "--exact",
     },
     "plot": set(),
     "serve": {
         "--target", "--draft", "--dtype", "--device", "--template-kwarg", "--host", "--port", "--max-batch", "--queue",
-        "--context", "--timeout", "--api-key-file",
+        "--context", "--timeout", "--api-key-file", "--exact",
     },
     "export-target": set(),
     "convert": {"--to", "--target", "--force"},

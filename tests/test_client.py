@@ -114,5 +114,6 @@ def test_a_reply_that_fails_leaves_no_trace_and_a_terminal_goes_on(aquiline, scr
 def test_flags_that_belong_to_a_model_here_are_refused(aquiline):  # noqa: F811
     for flag, value in {"--target": "x", "--draft": "none", "--tree": "4:1:4", "--device": "cpu"}.items():
         check_refused(aquiline("chat", "--server", "http://127.0.0.1:1", flag, value), "--server and", flag)
+    check_refused(aquiline("chat", "--server", "http://127.0.0.1:1", "--exact"), "--server and", "--exact")
     check_refused(aquiline("chat", "--model", "x"), "give --server too")
     check_refused(aquiline("chat", "--server", "host:8000"), "no http address")

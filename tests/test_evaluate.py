@@ -69,6 +69,7 @@ def test_the_record_follows_its_contract_and_its_formulas(model):
     settings = record["settings"]
     assert settings["tree"] == "3:1:3"
     assert settings["dtype"] == "float32"
+    assert settings["exact"] is model.target.exact
     assert (settings["target"], settings["draft"], settings["draft_sha256"]) == ("target", "ngram", None)
     assert settings["template"] == model.chat.template_fingerprint()
     assert settings["template_kwargs"] == {}

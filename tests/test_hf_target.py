@@ -128,6 +128,13 @@ def pairs(tmp_path_factory, quiet_transformers):
     return get
 
 
+def test_exact_passes_are_refused_by_the_familys_name(pairs):
+    _, target = pairs("gemma2")
+    assert not target.exact
+    with pytest.raises(UserError, match=r"family 'gemma2' is computed by Transformers.* leave --exact out"):
+        target.make_exact()
+
+
 def generated(hf, ids: list[int], count: int) -> list[int]:
     settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=count, pad_token_id=0)
     given = torch.tensor([ids])

@@ -11,6 +11,7 @@ from aquiline.cli.shared import (
     DeviceFlag,
     DraftFlag,
     DtypeFlag,
+    ExactFlag,
     JsonFlag,
     PauseFlag,
     PromptFiles,
@@ -54,6 +55,7 @@ def evaluate(
     pause_file: PauseFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
+    exact: ExactFlag = False,
 ) -> None:
     """Measure acceptance and speed: every prompt with and without the draft, in turn."""
     shape = DEFAULT_TREE if tree is None else TreeConfig.parse(tree)
@@ -61,7 +63,7 @@ def evaluate(
     require(draft != "none", "eval needs a draft to measure; leave --draft none out")
     check_record(json_out, files)
     prompts = read_tasks(files, limit)
-    model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
+    model = load_model(target, draft, dtype, device, template_settings(template_kwarg), exact=exact)
     from aquiline.measure import evaluate as measure
     from aquiline.measure.quiet import quiet
 

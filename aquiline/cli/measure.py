@@ -12,6 +12,7 @@ from aquiline.cli.shared import (
     DeviceFlag,
     DraftFlag,
     DtypeFlag,
+    ExactFlag,
     JsonFlag,
     PauseFlag,
     PromptFiles,
@@ -51,6 +52,7 @@ def bench(
     pause_file: PauseFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
+    exact: ExactFlag = False,
 ) -> None:
     """Measure speed by batch size and tree, and where the time goes: plain decoding and every tree in turn."""
     trees = BenchConfig.trees if tree is None else tuple(map(TreeConfig.parse, tree))
@@ -66,7 +68,7 @@ def bench(
 
     with quiet(pause_file) as machine:
         began = time.perf_counter()
-        model = load_model(target, draft, dtype, device, template_settings(template_kwarg))
+        model = load_model(target, draft, dtype, device, template_settings(template_kwarg), exact=exact)
         startup = {"load": time.perf_counter() - began}
         prompts = measure.in_turn([render(model, name, asked) for name, asked in tasks.items()])
         engine = measure.make_engine(model, prompts, config)

@@ -12,6 +12,7 @@ from aquiline.cli.shared import (
     DeviceFlag,
     DraftFlag,
     DtypeFlag,
+    ExactFlag,
     TargetFlag,
     TemplateFlag,
     app,
@@ -45,6 +46,7 @@ def serve(
     template_kwarg: TemplateFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
+    exact: ExactFlag = False,
 ) -> None:
     """Serve OpenAI's API and a page to chat on, many requests at once."""
     config = ServeConfig(host, port, max_batch, context, queue, timeout)
@@ -55,7 +57,7 @@ def serve(
     listening = server.bind(config)
     if host not in ("127.0.0.1", "localhost", "::1") and key is None:
         note(f"warning: {host} is open to others, and there is no API key: set ${KEY}, or give --api-key-file")
-    service = server.Service(load_model(target, draft, dtype, device, settings), config)
+    service = server.Service(load_model(target, draft, dtype, device, settings, exact=exact), config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     address, number = listening.getsockname()[:2]
     note(f"serving at http://{f'[{address}]' if ':' in address else address}:{number}")

@@ -76,6 +76,12 @@ TemplateFlag = Annotated[
     list[str] | None,
     typer.Option("--template-kwarg", help="KEY=VALUE for the chat template, such as enable_thinking=false."),
 ]
+ExactFlag = Annotated[
+    bool,
+    typer.Option(
+        "--exact", help="No token's numbers depend on what else is in its pass. Costs time without the kernel."
+    ),
+]
 StrictFlag = Annotated[bool, typer.Option("--strict", help="Stop at the first row that is of no use.")]
 
 
@@ -103,12 +109,18 @@ def template_settings(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def load_model(
-    target: str, draft: str, dtype: str | None, device: str | None, template_kwargs: dict[str, Any]
+    target: str,
+    draft: str,
+    dtype: str | None,
+    device: str | None,
+    template_kwargs: dict[str, Any],
+    *,
+    exact: bool = False,
 ) -> "Model":
     from aquiline import api
 
-    model = api.load(target, draft, dtype=dtype, device=device, template_kwargs=template_kwargs)
-    where = f"{model.dtype} on {model.target.device}, {model.target.decoding}"
+    model = api.load(target, draft, dtype=dtype, device=device, template_kwargs=template_kwargs, exact=exact)
+    where = f"{model.dtype} on {model.target.device}, {model.target.decoding}{', exact' if model.target.exact else ''}"
     note(f"{model.target_name}, draft {model.draft_name}, {where}")
     return model
 

@@ -42,6 +42,7 @@ DEFINITIONS = {
     "divergences": "position: the first generated token (from 0) that differs; logit_gap: between the target's two "
     "largest logits there, in one pass over the plain run's tokens before it",
     "mean": "over tasks, each weighing the same",
+    "exact": "whether a token's numbers are the same bits whatever else is in its pass, so that both texts are one",
     "load": "share of the machine's processor time that other processes took during the measurement; loaded: more "
     "than a twentieth, and times then mean little. pause_file: training runs stood still meanwhile",
 }
@@ -280,6 +281,7 @@ def model_settings(model: Model, prompts: Mapping[str, Sequence[Prompt]]) -> dic
         "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
         "dtype": model.dtype,
         "decoding": model.target.decoding,
+        "exact": model.target.exact,
         "tokenizer": model.chat.fingerprint(),
         "template": model.chat.template_fingerprint(),
         "template_kwargs": model.template_kwargs,

@@ -130,6 +130,7 @@ class Context:
     causal: bool = False  # no cache and no explicit mask: the fused causal kernel
     documents: list[int] | None = None  # first token of each packed document, and the end: each sees only itself
     parts: "list[Context] | None" = None  # what each document's tokens may see; None: what stands before them
+    silu = staticmethod(F.silu)  # what the MLPs of the pass use
 
     @staticmethod
     def make(
@@ -267,8 +268,8 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, silu: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def pack(

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aquiline.config import TOP, TargetConfig, check_capture_after
+from aquiline.config import TOP, TargetConfig, UserError, check_capture_after, require
 from aquiline.model.backend import Decoder, Weights, describe, fast_bf16, usable
+from aquiline.model.exact import ROWS, Gathered, by_rows, padded
 from aquiline.model.kv_cache import KVCache
 from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
 
@@ -108,6 +109,18 @@ class Target(nn.Module):
         return False
 
     @property
+    def exact(self) -> bool:
+        """Whether a token's numbers are the same bits, whatever else is in its pass."""
+        return False
+
+    def make_exact(self) -> None:
+        """Let passes be `exact` from here on, at their price; of a packed target. UserError where they cannot be."""
+        raise UserError(
+            f"a target of the family {self.config.family!r} is computed by Transformers, whose passes cannot be made "
+            "exact: leave --exact out; in float32 passes differ least"
+        )
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 
@@ -196,7 +209,7 @@ class TargetLayer(nn.Module):
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias)
 
     def forward(
-        self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: Context, number: int
+        self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: Context | Gathered, number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The state after this layer, the pass's layer `number`, and the keys and values `[B, G, N, E]` of its tokens.
 
@@ -205,7 +218,7 @@ class TargetLayer(nn.Module):
         q, k, v = self.self_attn.queries_keys_values(self.input_layernorm(x_BND), cos, sin)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         x = x_BND + self.self_attn.o_proj(context.attend(number, q, k, v))
-        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+        return x + self.mlp(self.post_attention_layernorm(x), context.silu), k, v
 
 
 class TargetBody(nn.Module):
@@ -225,6 +238,7 @@ class LlamaTarget(Target):
         self.lm_head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_positions)
         self._decoder: Decoder | None = None  # set by `pack`
+        self._exact = False  # set by `make_exact`
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "LlamaTarget":
         assert self._decoder is None, "a packed target stays where it is, and in its dtype"
@@ -248,7 +262,22 @@ class LlamaTarget(Target):
 
     @property
     def decoding(self) -> str:
-        return describe(self.dtype, self.device)
+        return f"PyTorch, {ROWS} tokens at a time" if self._exact else describe(self.dtype, self.device)
+
+    @property
+    def exact(self) -> bool:
+        return self._exact or self._decoder is not None
+
+    def make_exact(self) -> None:
+        if not self.exact:
+            self._exact = True
+            _check_exact(self)
+
+    def logits(self, last: Tensor) -> Tensor:
+        if not self._exact:
+            return super().logits(last)
+        weight = self.head_weight.float()
+        return by_rows(lambda x: nn.functional.linear(x.float(), weight), last)
 
     @property
     def ragged(self) -> bool:
@@ -269,9 +298,19 @@ class LlamaTarget(Target):
             out = self._decoder(self.embed(ids_BN), positions_BN, mask_BNN, cache, slots, counts=counts)
             aux = out.last_BND if self.capture_after == TOP else out.aux_BNA
             return PassOutput(out.last_BND, aux, out.keys_LBGNE, out.values_LBGNE)
+        if self._exact:
+            assert documents is None, "packed documents are for training"
+            return self._forward_exact(ids_BN, positions_BN, mask_BNN, cache, slots)
         context = Context.make(mask_BNN, ids_BN.shape[1], cache, slots, ids_BN.device, self.dtype)
         assert documents is None or context.causal
         context.documents = documents
+        last, aux, keys, values = self._run(ids_BN, positions_BN, context)
+        return PassOutput(last, aux, torch.stack(keys), torch.stack(values))
+
+    def _run(
+        self, ids_BN: Tensor, positions_BN: Tensor, context: Context | Gathered
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """`last`, `aux`, and the keys and values of each layer."""
         x = self.embed(ids_BN)
         cos, sin = self.rotary(positions_BN, x.dtype)
         captured, all_keys, all_values = [], [], []
@@ -282,8 +321,24 @@ class LlamaTarget(Target):
             all_keys.append(k)
             all_values.append(v)
         last = self.model.norm(x)
-        aux = last if self.capture_after == TOP else torch.cat(captured, dim=-1)
-        return PassOutput(last, aux, torch.stack(all_keys), torch.stack(all_values))
+        return last, last if self.capture_after == TOP else torch.cat(captured, dim=-1), all_keys, all_values
+
+    def _forward_exact(
+        self,
+        ids_BN: Tensor,
+        positions_BN: Tensor,
+        mask_BNN: Tensor | None,
+        cache: KVCache | None,
+        slots: list[int] | None,
+    ) -> PassOutput:
+        B, N = ids_BN.shape
+        gathered = Gathered(B, N, mask_BNN, cache, slots, self.device)
+        ids, positions = (padded(x.expand(B, N).reshape(-1)) for x in (ids_BN, positions_BN))
+        outs = []
+        for at in gathered.blocks():
+            outs.append(self._run(ids[None, at], positions[None, at], gathered)[:2])
+        last, aux = (torch.cat(parts, dim=1)[0, : B * N].unflatten(0, (B, N)) for parts in zip(*outs, strict=True))
+        return PassOutput(last, aux, *gathered.keys_values())
 
     def pack(self) -> "LlamaTarget":
         if self._decoder is not None or not usable(self.dtype, self.device):
@@ -301,3 +356,29 @@ class LlamaTarget(Target):
             capture_after=() if self.capture_after == TOP else self.capture_after,
         )  # fmt: skip
         return self
+
+
+@torch.inference_mode()
+def _check_exact(target: LlamaTarget) -> None:
+    """UserError unless a text's tokens are computed alike in one pass and, a place further on, in two.
+
+    That meets every place of a block and the one beside it, with other tokens around.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = min(2 * ROWS + 1, target.config.max_positions)
+    ids = torch.randint(target.config.vocab_size, (1, count), generator=generator).to(target.device)
+    positions = torch.arange(count, device=target.device)[None]
+    whole = target(ids, positions)
+    cache = target.new_cache(1, count)
+    first = target(ids[:, :1], positions[:, :1], None, cache, [0])
+    cache.keep(0, first.keys_LBGNE[:, 0], first.values_LBGNE[:, 0])
+    rest = target(ids[:, 1:], positions[:, 1:], None, cache, [0])
+    same = torch.equal(target.logits(whole.last_BND)[:, 1:], target.logits(rest.last_BND)) and all(
+        torch.equal(getattr(whole, name)[..., 1:, :], getattr(rest, name))
+        for name in ("last_BND", "aux_BNA", "keys_LBGNE", "values_LBGNE")
+    )
+    require(
+        same,
+        f"PyTorch {torch.__version__} does not compute equal rows of a {target.dtype} product alike on "
+        f"{target.device}: leave --exact out, or choose another --dtype or --device",
+    )
