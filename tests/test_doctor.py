@@ -246,11 +246,13 @@ def test_a_target_with_other_states_is_named(folder, capsys):
             weights[name] = weight[..., order].contiguous()
     safetensors.torch.save_file(weights, other / "model.safetensors", {"format": "pt"})
     stranger = write_head(folder / "run/head", folder / "broken", HEALTHY["of a stranger"], torch.empty(0))
-    for head, certain in ((None, True), (stranger, False)):
+    for head in (None, stranger):
         thinking = ("--template-kwarg", "enable_thinking=false")
         code, record, _ = doctor_command(folder, capsys, *thinking, target=other, head=head)
-        assert ("target_mismatch", certain) in [(c["id"], c["certain"]) for c in record["causes"][:2]], record["causes"]
-        assert code == certain
+        assert "target_mismatch" in [c["id"] for c in record["causes"][:2]], record["causes"]
+        certain = {c["id"] for c in record["causes"] if c["certain"]}  # if it is lost altogether
+        assert certain <= ({"target_mismatch"} if head is None else set())
+        assert code == bool(certain)
         assert record["figures"]["coverage"] == 1
 
 

@@ -118,7 +118,8 @@ def from_parts(
         yield Cause("fc", False, evidence, _NOT_TRAINED, 0.7)
     else:
         evidence += ": these are not the states that it was trained on"
-        yield Cause("target_mismatch", False, evidence, _OTHER_TARGET, 0.7)
+        # Where it says itself that they are another target's, nothing is left to doubt.
+        yield Cause("target_mismatch", right_target is False, evidence, _OTHER_TARGET, 0.7)
 
 
 def from_coverage(figures: Mapping[str, Any]) -> Iterator[Cause]:
