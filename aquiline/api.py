@@ -17,7 +17,16 @@ from typing import Any
 
 import torch
 
-from aquiline.config import DEFAULT_TREE, AquilineWarning, Limits, SamplingConfig, TreeConfig, UserError, require
+from aquiline.config import (
+    DEFAULT_TREE,
+    AquilineWarning,
+    Limits,
+    SamplingConfig,
+    TreeConfig,
+    UserError,
+    check_quantize,
+    require,
+)
 from aquiline.data.chat import Chat, Message, StopMatcher
 from aquiline.decode.engine import Engine, Request, check_tree_and_draft
 from aquiline.decode.sampling import Grammar
@@ -317,17 +326,20 @@ def load(
     *,
     dtype: str | None = None,
     device: str | None = None,
+    quantize: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     exact: bool = False,
 ) -> Model:
     """Load a target (folder, .gguf file, hub id or `default`) and a draft (folder, hub id, `default`, `ngram`, `none`).
 
-    `dtype` and `device` as in `pick_dtype` and `pick_device`; `template_kwargs` go to the chat template with every
+    `dtype` and `device` as in `pick_dtype` and `pick_device`; `quantize` (int8, int4) rounds the target's weights,
+    which makes another target of it, that the same draft fits; `template_kwargs` go to the chat template with every
     prompt, such as {"enable_thinking": False}. `exact`: no token's numbers may depend on what else is in its pass, so
     that in 16 bits, too, plain and speculative text are one; with the kernel they never do (model/exact.py). UserError
     says what does not fit.
     """
     settings = dict(template_kwargs or {})
+    _check_quantize(quantize, target)
     where = pick_device(device)
     kind = pick_dtype(dtype, target, where)
     name = checkpoint.target_name(target)
@@ -335,6 +347,7 @@ def load(
         chat = load_chat(target)
         model = load_target(target, kind, where)
         fingerprint = checkpoint.target_fingerprint(model)  # packing takes the weights away
+        _quantise(model, quantize, target)
         ngram = NGRAM if str(draft) == NGRAM else None
         return Model(_packed(model, exact), ngram, chat, name, str(draft), None, fingerprint, settings)
     folder = checkpoint.draft_path(draft)  # first: a misspelt draft should not cost the loading of the target
@@ -349,6 +362,7 @@ def load(
             raise UserError(f"{hint} ({error})") from error
         raise
     fingerprint = checkpoint.target_fingerprint(model)
+    _quantise(model, quantize, target)
     _check_template_kwargs(folder, settings)
     packed, called = _packed(model, exact), checkpoint.draft_name(folder)
     return Model(packed, head.pack(), chat, name, called, folder, fingerprint, settings)
@@ -359,6 +373,29 @@ def _packed(target: Target, exact: bool) -> Target:
     if exact:
         packed.make_exact()
     return packed
+
+
+def _check_quantize(how: str | None, target: str | Path) -> None:
+    check_quantize(how)
+    family = None if how is None or not (config := checkpoint.read_target_config(target)).structure else config.family
+    require(
+        family is None,
+        f"--quantize {how} is for targets of our own forward, and a {family} target runs as Transformers has it; a "
+        "folder that Transformers itself quantised runs as it is, without --quantize",
+    )
+
+
+def _quantise(model: Target, how: str | None, target: str | Path) -> None:
+    if how is None:
+        return
+    model.quantise(how, checkpoint.stored_integers(target))
+    if not usable(model.dtype, model.device):
+        warnings.warn(
+            f"--quantize {how} is fast in the CPU kernel, which does not run here ({model.decoding}): decoding is "
+            "right, and slower than without it",
+            AquilineWarning,
+            stacklevel=3,
+        )
 
 
 def _check_template_kwargs(folder: Path, settings: dict[str, Any]) -> None:

@@ -129,6 +129,17 @@ def default_capture_after(num_layers: int) -> tuple[int, int, int]:
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
+QUANTIZE = ("int8", "int4")  # ways to quantise a target
+
+
+def check_quantize(name: str | None) -> None:
+    """UserError for what is none of them."""
+    require(
+        name is None or name in QUANTIZE,
+        f"quantize {name!r} is not supported; expected int8 (llama.cpp's Q8_0) or int4 (its Q4_1)",
+    )
+
+
 def check_capture_after(capture_after: tuple[int, ...], num_layers: int) -> None:
     """Raise UserError unless the ids are distinct, ascending and inside the target, or are `TOP`."""
     if capture_after == TOP:

@@ -1,6 +1,7 @@
 """The compiled kernel: equal to PyTorch within rounding, and to itself bit for bit, whatever else is in the pass."""
 
 import ctypes
+import dataclasses
 import math
 from collections import Counter
 
@@ -14,6 +15,7 @@ from aquiline.decode.engine import Engine, Limits, Request
 from aquiline.decode.tree import Tree, flatten
 from aquiline.model import backend, machine
 from aquiline.model.backend import Weights
+from aquiline.model.quantised import Quantised
 from tests.conftest import tiny_draft, tiny_target
 
 needs_kernel = pytest.mark.skipif(backend.library() is None, reason="the kernel cannot be built here")
@@ -280,6 +282,22 @@ def test_builds_for_other_cpus_agree(other_build, dtype, monkeypatch):
     for name in ("last_BND", "aux_BNA", "keys_LBGNE"):
         one, other = getattr(got, name).float(), getattr(want, name).float()
         assert float((one - other).norm() / other.norm()) < tolerance
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_of_whole_numbers_are_the_same_in_every_build(other_build, bits, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    matrix = Quantised.of(torch.randn(70, 200, generator=generator), bits)
+    ends = torch.randint(0, 2, matrix.q_OI.shape, generator=generator) * (255 if bits == 8 else 15)
+    extreme = dataclasses.replace(matrix, q_OI=(ends - (128 if bits == 8 else 0)).to(torch.int8))
+    x = torch.randn(20, 200, generator=generator)
+    x[3] = 1 - 2.0 * (x[3] > 0)  # activations at the ends of their range
+    for weights in (Weights.integers(m, None, torch.float32) for m in (matrix, extreme)):
+        want = weights(x)
+        with monkeypatch.context() as patched:
+            patched.setattr(backend, "library", lambda: other_build)
+            assert torch.equal(weights(x), want)
 
 
 @needs_kernel

@@ -30,29 +30,22 @@ decode, train = cli.decode, cli.train  # by way of main: verbs are declared in t
 pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ever accepted")
 
 MODEL = {
-    "--target",
-    "--draft",
-    "--dtype",
-    "--device",
-    "--tree",
-    "--max-new-tokens",
-    "--temperature",
-    "--seed",
+    "--target", "--draft", "--dtype", "--quantize", "--device", "--tree", "--max-new-tokens", "--temperature", "--seed",
     "--exact",
-}
+}  # fmt: skip
 SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
 FLAGS = {
     "generate": MODEL | SAMPLING | {"--system", "--template-kwarg", "--compare", "--json"},
     "chat": MODEL | SAMPLING | {"--system", "--template-kwarg", "--server", "--model"},
     "eval": MODEL | {"--template-kwarg", "--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
     "bench": {
-        "--target", "--draft", "--dtype", "--device", "--tree", "--max-new-tokens", "--template-kwarg", "--json",
-        "--pause-file", "--allow-load", "--batch", "--repeats", "--exact",
+        "--target", "--draft", "--dtype", "--quantize", "--device", "--tree", "--max-new-tokens", "--template-kwarg",
+        "--json", "--pause-file", "--allow-load", "--batch", "--repeats", "--exact",
     },
     "plot": set(),
     "serve": {
-        "--target", "--draft", "--dtype", "--device", "--template-kwarg", "--host", "--port", "--max-batch", "--queue",
-        "--context", "--timeout", "--api-key-file", "--exact",
+        "--target", "--draft", "--dtype", "--quantize", "--device", "--template-kwarg", "--host", "--port",
+        "--max-batch", "--queue", "--context", "--timeout", "--api-key-file", "--exact",
     },
     "export-target": set(),
     "convert": {"--to", "--target", "--force"},

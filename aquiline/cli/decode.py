@@ -15,6 +15,7 @@ from aquiline.cli.shared import (
     FrequencyFlag,
     MinPFlag,
     PresenceFlag,
+    QuantizeFlag,
     RepetitionFlag,
     SeedFlag,
     SystemFlag,
@@ -61,6 +62,7 @@ def generate(
     template_kwarg: TemplateFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
+    quantize: QuantizeFlag = None,
     exact: ExactFlag = False,
     compare: Annotated[bool, typer.Option("--compare", help="Decode plainly too, and compare.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
@@ -73,7 +75,7 @@ def generate(
     require(not (compare and draft == "none"), "--compare needs a draft to compare with; leave --draft none out")
     text = piped(sys.stdin.buffer.read() if sys.stdin else b"") if prompt == "-" else prompt
     messages = ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": text}]
-    model = load_model(target, draft, dtype, device, template_settings(template_kwarg), exact=exact)
+    model = load_model(target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize, exact=exact)
     if compare:
         _compare(model, messages, settings, as_json)
         return
@@ -175,6 +177,7 @@ def chat(
     template_kwarg: TemplateFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
+    quantize: QuantizeFlag = None,
     exact: ExactFlag = False,
 ) -> None:
     """Talk in the terminal, a line a turn. /color shows which tokens were drafted, /reset begins anew, /quit ends."""
@@ -185,10 +188,12 @@ def chat(
     template_kwargs = template_settings(template_kwarg)
     if server is None:
         require(model is None, "--model names a model of a server; give --server too")
-        _talk_here(load_model(target, draft, dtype, device, template_kwargs, exact=exact), system, settings)
+        _talk_here(
+            load_model(target, draft, dtype, device, template_kwargs, quantize=quantize, exact=exact), system, settings
+        )
         return
     given = {"--target": target != "default", "--draft": draft != "default", "--tree": tree, "--device": device}
-    for flag, value in (given | {"--dtype": dtype, "--exact": exact}).items():
+    for flag, value in (given | {"--dtype": dtype, "--quantize": quantize, "--exact": exact}).items():
         require(not value, f"--server and {flag} exclude each other: the server has its own")
     _talk_there(server, model, system, settings, template_kwargs)
 

@@ -15,6 +15,7 @@ from aquiline.cli.shared import (
     JsonFlag,
     PauseFlag,
     PromptFiles,
+    QuantizeFlag,
     SeedFlag,
     TargetFlag,
     TemperatureFlag,
@@ -55,6 +56,7 @@ def evaluate(
     pause_file: PauseFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
+    quantize: QuantizeFlag = None,
     exact: ExactFlag = False,
 ) -> None:
     """Measure acceptance and speed: every prompt with and without the draft, in turn."""
@@ -63,7 +65,7 @@ def evaluate(
     require(draft != "none", "eval needs a draft to measure; leave --draft none out")
     check_record(json_out, files)
     prompts = read_tasks(files, limit)
-    model = load_model(target, draft, dtype, device, template_settings(template_kwarg), exact=exact)
+    model = load_model(target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize, exact=exact)
     from aquiline.measure import evaluate as measure
     from aquiline.measure.quiet import quiet
 

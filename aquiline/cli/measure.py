@@ -16,6 +16,7 @@ from aquiline.cli.shared import (
     JsonFlag,
     PauseFlag,
     PromptFiles,
+    QuantizeFlag,
     TargetFlag,
     TemplateFlag,
     TokensFlag,
@@ -52,6 +53,7 @@ def bench(
     pause_file: PauseFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
+    quantize: QuantizeFlag = None,
     exact: ExactFlag = False,
 ) -> None:
     """Measure speed by batch size and tree, and where the time goes: plain decoding and every tree in turn."""
@@ -68,7 +70,9 @@ def bench(
 
     with quiet(pause_file) as machine:
         began = time.perf_counter()
-        model = load_model(target, draft, dtype, device, template_settings(template_kwarg), exact=exact)
+        model = load_model(
+            target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize, exact=exact
+        )
         startup = {"load": time.perf_counter() - began}
         prompts = measure.in_turn([render(model, name, asked) for name, asked in tasks.items()])
         engine = measure.make_engine(model, prompts, config)

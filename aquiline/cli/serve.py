@@ -13,6 +13,7 @@ from aquiline.cli.shared import (
     DraftFlag,
     DtypeFlag,
     ExactFlag,
+    QuantizeFlag,
     TargetFlag,
     TemplateFlag,
     app,
@@ -46,6 +47,7 @@ def serve(
     template_kwarg: TemplateFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
+    quantize: QuantizeFlag = None,
     exact: ExactFlag = False,
 ) -> None:
     """Serve OpenAI's API and a page to chat on, many requests at once."""
@@ -57,7 +59,7 @@ def serve(
     listening = server.bind(config)
     if host not in ("127.0.0.1", "localhost", "::1") and key is None:
         note(f"warning: {host} is open to others, and there is no API key: set ${KEY}, or give --api-key-file")
-    service = server.Service(load_model(target, draft, dtype, device, settings, exact=exact), config)
+    service = server.Service(load_model(target, draft, dtype, device, settings, quantize=quantize, exact=exact), config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     address, number = listening.getsockname()[:2]
     note(f"serving at http://{f'[{address}]' if ':' in address else address}:{number}")

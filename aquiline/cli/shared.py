@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, UserError, require
+from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, UserError, check_quantize, require
 
 if TYPE_CHECKING:
     from aquiline.api import Model
@@ -38,6 +38,10 @@ DtypeFlag = Annotated[
     typer.Option(
         "--dtype", help="bfloat16, float16 or float32. [default: the weights' own where it is fast, else float32]"
     ),
+]
+QuantizeFlag = Annotated[
+    str | None,
+    typer.Option("--quantize", help="int8 or int4: the target's weights, with 8-bit activations. [default: none]"),
 ]
 DeviceFlag = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [default: cuda if there]")]
 TreeFlag = Annotated[
@@ -115,11 +119,15 @@ def load_model(
     device: str | None,
     template_kwargs: dict[str, Any],
     *,
+    quantize: str | None = None,
     exact: bool = False,
 ) -> "Model":
+    check_quantize(quantize)
     from aquiline import api
 
-    model = api.load(target, draft, dtype=dtype, device=device, template_kwargs=template_kwargs, exact=exact)
+    model = api.load(
+        target, draft, dtype=dtype, device=device, quantize=quantize, template_kwargs=template_kwargs, exact=exact
+    )
     where = f"{model.dtype} on {model.target.device}, {model.target.decoding}{', exact' if model.target.exact else ''}"
     note(f"{model.target_name}, draft {model.draft_name}, {where}")
     return model

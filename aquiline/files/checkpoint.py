@@ -33,7 +33,7 @@ from aquiline.config import (
     default_capture_after,
     require,
 )
-from aquiline.files import draft_formats, hf_folder, target_formats
+from aquiline.files import draft_formats, gguf_file, hf_folder, target_formats
 from aquiline.files.disk import (
     atomic_folder,
     one_line,
@@ -45,6 +45,7 @@ from aquiline.files.disk import (
 )
 from aquiline.files.gguf_file import GGUF, read_gguf
 from aquiline.model.draft import Draft
+from aquiline.model.quantised import Quantised
 from aquiline.model.target import LlamaTarget, Target
 from aquiline.model.vocab import VocabMap
 
@@ -93,15 +94,32 @@ def _dequantise(path: Path, file: GGUF, config: TargetConfig) -> dict[str, Tenso
         values, shape = _floats(path, file, name), file.tensors[name][1]
         weight = torch.from_numpy(np.require(values, np.float32, "W")).reshape(shape).to(torch.bfloat16)
         ours = target_formats.gguf_tensor_name(name)
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(
-            ours.rpartition(".")[0].rpartition(".")[2]
-        )
-        if file.fields["general.architecture"] == "llama" and heads and len(weight) % (2 * heads) == 0:
-            weight = target_formats.unpermute_rope_rows(weight, heads)  # else reported as misshapen
-        return ours, weight
+        return ours, _hf_order(file, config, ours, weight)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # numpy lets go of the interpreter lock
         return dict(pool.map(one, [n for n in file.tensors if n != target_formats.GGUF_ROPE_FACTORS]))
+
+
+def _hf_order(file: GGUF, config: TargetConfig, name: str, rows: Tensor) -> Tensor:
+    """Rows of a tensor, by its Hugging Face name, in that order."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.rpartition(".")[0].rpartition(".")[2])
+    if file.fields["general.architecture"] == "llama" and heads and len(rows) % (2 * heads) == 0:
+        return target_formats.unpermute_rope_rows(rows, heads)  # else reported as misshapen
+    return rows
+
+
+def stored_integers(spec: str | Path) -> dict[str, Quantised]:
+    """The matrices of a target's GGUF that are stored in 8 or 4 bits, by Hugging Face name; of a folder none."""
+    path = target_path(spec)
+    if not _is_gguf(path):
+        return {}
+    file, config, _ = _read_gguf_target(path)
+    found = {}
+    for name, tensor in file.tensors.items():
+        matrix, ours = gguf_file.stored_integers(*tensor), target_formats.gguf_tensor_name(name)
+        if matrix is not None:
+            found[ours] = matrix.over(lambda rows, ours=ours: _hf_order(file, config, ours, rows))
+    return found
 
 
 def _floats(path: Path, file: GGUF, name: str) -> np.ndarray:
@@ -283,7 +301,8 @@ def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     state = {name: t.detach() for name, t in model.state_dict().items()}
-    assert all(t.numel() for t in state.values()), "a packed model has no state dict: read it before pack()"
+    whole = all(t.numel() for t in state.values()) and getattr(model, "quantised", None) is None
+    assert whole, "a packed or quantised model has no state dict: read it before"
     return state
 
 

@@ -1,4 +1,4 @@
-"""The container of a GGUF file: metadata and stored tensors. What they mean is for others to say."""
+"""The container of a GGUF file: metadata and stored tensors, as numbers. What they mean is for others to say."""
 
 import struct
 from dataclasses import dataclass
@@ -7,9 +7,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 
 from aquiline.config import UserError, require
 from aquiline.files.disk import one_line
+from aquiline.model.quantised import GROUP, Quantised
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,22 @@ def read_gguf(path: str | Path) -> GGUF:
     except (struct.error, ValueError, LookupError, ArithmeticError, MemoryError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged or cut short: {one_line(error)}") from error
     return GGUF(fields, tensors)
+
+
+def stored_integers(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], stored: np.ndarray) -> Quantised | None:
+    """A matrix stored as Q8_0, Q4_1 or Q4_0, its very numbers; None where it is stored otherwise.
+
+    Blocks of 32: a float16 scale, with Q4_1 a float16 minimum, then the whole numbers, of 4 bits the first 16 in the
+    lower halves of 16 bytes. Q4_0 is 8 too high, which is a minimum of -8 times the scale, exact in float16.
+    """
+    kinds = gguf.GGMLQuantizationType
+    if kind not in (kinds.Q8_0, kinds.Q4_0, kinds.Q4_1) or len(shape) != 2:
+        return None
+    blocks = torch.from_numpy(np.array(stored)).view(shape[0], shape[1] // GROUP, -1)
+    halves = 2 if kind == kinds.Q4_1 else 1
+    numbers, values = blocks[..., : 2 * halves].clone().view(torch.float16), blocks[..., 2 * halves :]
+    if kind == kinds.Q8_0:
+        return Quantised(values.contiguous().view(torch.int8).flatten(1), numbers[..., 0].clone(), None, shape[1])
+    q = torch.cat((values & 15, values >> 4), -1).flatten(1).view(torch.int8)
+    scale, least = numbers[..., 0].clone(), numbers[..., 1] if kind == kinds.Q4_1 else -8 * numbers[..., 0]
+    return Quantised(q, scale, least.clone(), shape[1])

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from aquiline.config import AquilineWarning
 from aquiline.model.kv_cache import KVCache
 from aquiline.model.machine import cache_folder, cpu_flags, large_pages
+from aquiline.model.quantised import GROUP, Quantised
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"]
@@ -53,6 +54,7 @@ class _Linear(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("inp", ctypes.c_int32),
         ("out", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
     ]
 
 
@@ -138,13 +140,18 @@ def library() -> ctypes.CDLL | None:
 @functools.cache
 def kernel_fingerprint() -> str:
     """Of the kernel's source."""
-    return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(_source().encode()).hexdigest()[:16]
+
+
+def _source() -> str:
+    """What is compiled, with what it includes."""
+    return "\0".join(path.read_text("utf-8") for path in (_SOURCE, *sorted(_SOURCE.parent.glob("kernel*.h"))))
 
 
 def _load(compiler: list[str]) -> ctypes.CDLL:
     openmp = _openmp()
     version = _run([*compiler, "--version"])
-    parts = [_SOURCE.read_text("utf-8"), version, *_FLAGS, *sorted(cpu_flags()), str(openmp)]
+    parts = [_source(), version, *_FLAGS, *sorted(cpu_flags()), str(openmp)]
     name = f"kernel-{hashlib.sha256(chr(0).join(parts).encode(errors='replace')).hexdigest()[:24]}.so"
     folder = cache_folder()
     if folder is None:  # nowhere to keep it
@@ -240,34 +247,88 @@ def _packed(blocks: Tensor) -> Tensor:
     return large_pages.copy(blocks)
 
 
+def _packed_integers(matrix: Quantised) -> Tensor:
+    """Pieces of 32 outputs by 64 inputs as kernel_integers.h has them, bytes `[pairs, pieces, size]`."""
+
+    def groups(values_OG: Tensor) -> Tensor:
+        padded = F.pad(values_OG, (0, -values_OG.shape[1] % 2, 0, -len(values_OG) % (2 * _BLOCK)))
+        ordered = padded.view(-1, 2, _BLOCK, padded.shape[1] // 2, 2).permute(0, 3, 4, 1, 2).contiguous()
+        return ordered.view(torch.uint8).flatten(2)
+
+    q = F.pad(matrix.q_OI, (0, -matrix.q_OI.shape[1] % (2 * GROUP), 0, -len(matrix.q_OI) % (2 * _BLOCK)))
+    lines = q.view(-1, 2, _BLOCK, q.shape[1] // (2 * GROUP), 2, 8, 4).permute(0, 3, 4, 5, 1, 2, 6)
+    if matrix.shift_OG is None:
+        lines = (lines.short() + 128).to(torch.uint8)
+        return large_pages.copy(torch.cat((lines.flatten(2), groups(matrix.scale_OG)), -1))
+    lines = lines.to(torch.uint8).unflatten(3, (4, 2))
+    lines = lines.select(4, 0) | lines.select(4, 1) << 4
+    return large_pages.copy(torch.cat((lines.flatten(2), groups(matrix.scale_OG), groups(matrix.shift_OG)), -1))
+
+
+def _alternate(gate: Tensor, up: Tensor) -> Tensor:
+    """16 rows of one, then 16 of the other."""
+    blocks = [F.pad(part, (0, 0, 0, -len(part) % _BLOCK)).unflatten(0, (-1, _BLOCK)) for part in (gate, up)]
+    return torch.stack(blocks, dim=1).flatten(0, 2)
+
+
 class Weights:
     """A projection packed for the kernel."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, inp: int, out: int) -> None:
+    def __init__(
+        self, packed: Tensor, bias: Tensor | None, inp: int, out: int, dtype: torch.dtype, bits: int = 0
+    ) -> None:
         self.tensor, self.bias = packed, None if bias is None else bias.float().contiguous()
-        self.dtype = packed.dtype
-        self.struct = _Linear(packed.data_ptr(), self.bias.data_ptr() if self.bias is not None else None, inp, out)
+        self.dtype = dtype  # of its inputs
+        bias_pointer = None if self.bias is None else self.bias.data_ptr()
+        self.struct = _Linear(packed.data_ptr(), bias_pointer, inp, out, bits)
 
     @staticmethod
-    def stacked(weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> "Weights":
-        """Projections `[out_i, in]` that read the same input, one below the other."""
-        weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0]
+    def integers(matrix: Quantised, bias: Tensor | None, dtype: torch.dtype) -> "Weights":
+        """Of 8 or 4 bits, for inputs of this dtype."""
+        return Weights(_packed_integers(matrix), bias, matrix.inp, len(matrix.q_OI), dtype, matrix.bits)
+
+    @staticmethod
+    def stacked(
+        weights: Sequence[Tensor] | Sequence[Quantised],
+        biases: Sequence[Tensor | None] = (),
+        dtype: torch.dtype | None = None,
+    ) -> "Weights":
+        """Projections `[out_i, in]` that read the same input, one below the other; `dtype` is that of the input where
+        the weights have none.
+        """
         bias = None
         if any(b is not None for b in biases):
+            rows = [w.scale_OG if isinstance(w, Quantised) else w for w in weights]
             bias = torch.cat(
-                [w.new_zeros(len(w)) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
+                [w.new_zeros(len(w)) if b is None else b.detach() for w, b in zip(rows, biases, strict=True)]
             )
-        return Weights(_packed(_blocks(weight)), bias, weight.shape[1], weight.shape[0])
+        matrices = [w for w in weights if isinstance(w, Quantised)]
+        if matrices:
+            assert dtype is not None
+            return Weights.integers(matrices[0].over(lambda *parts: torch.cat(parts), *matrices[1:]), bias, dtype)
+        tensors = [w.detach() for w in weights if isinstance(w, Tensor)]
+        weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        return Weights(_packed(_blocks(weight)), bias, weight.shape[1], weight.shape[0], weight.dtype)
 
     @staticmethod
-    def alternating(gate: Tensor, up: Tensor, biases: Sequence[Tensor | None] = (None, None)) -> "Weights":
-        """Gate and up: a block of one, then a block of the other."""
-        pairs = torch.stack((_blocks(gate), _blocks(up)), dim=1).flatten(0, 1)
+    def alternating(
+        gate: Tensor | Quantised,
+        up: Tensor | Quantised,
+        biases: Sequence[Tensor | None] = (None, None),
+        dtype: torch.dtype | None = None,
+    ) -> "Weights":
+        """Gate and up: a block of one, then a block of the other; `dtype` as for `stacked`."""
         bias = None
         assert (biases[0] is None) == (biases[1] is None)
         if biases[0] is not None:
             bias = torch.stack([_blocks(b[:, None])[..., 0] for b in biases if b is not None], dim=1).flatten()
-        return Weights(_packed(pairs), bias, gate.shape[1], _BLOCK * len(pairs))
+        if isinstance(gate, Quantised):
+            assert isinstance(up, Quantised)
+            assert dtype is not None
+            return Weights.integers(gate.over(_alternate, up), bias, dtype)
+        assert isinstance(up, Tensor)
+        pairs = torch.stack((_blocks(gate), _blocks(up)), dim=1).flatten(0, 1)
+        return Weights(_packed(pairs), bias, gate.shape[1], _BLOCK * len(pairs), gate.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., in]` in the weights' dtype to float32 `[..., out]`."""
@@ -360,6 +421,8 @@ class Decoder:
         """`frequencies` `[E / 2]` and `rotary_scale` are those of the rotary embedding (`layers.Rotary`)."""
         self._captured = torch.tensor(list(capture_after), dtype=torch.int32)
         self.dtype = layers[0].qkv.dtype
+        parts = [part for layer in layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        assert len({part.struct.bits > 0 for part in parts}) == 1, "of 8 or 4 bits are all projections or none"
         self._kept: list[object] = [layers]
         self._layers = (_Layer * len(layers))()
         for struct, layer in zip(self._layers, layers, strict=True):

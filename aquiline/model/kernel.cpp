@@ -6,13 +6,13 @@
 // but the weights. So a token verified in a tree has bit for bit the logits it has in plain decoding, in bf16 as in
 // float32. Compile with -ffp-contract=off: what is fused is written as fma, everywhere alike.
 //
-// float32 inside; with bf16 weights, what enters a projection, queries, keys and values are rounded to bf16.
+// float32 inside; with bf16 weights, what enters a projection, queries, keys and values are rounded to bf16. With weights of
+// 8 or 4 bits what enters a projection is rounded to 8 bits (kernel_integers.h).
 //
 // Letters: B rows, N places for tokens in each, M tokens computed, H heads, G kv heads, E head width, D width.
 // Packed weights: blocks of 16 outputs; within a block [in / 2][16][2] (bf16: what AMX and AVX512-BF16 read), or
-// [in][16] (float32). `in` is padded to a multiple of 32, `out` to one of 16.
+// [in][16] (float32). `in` is padded to a multiple of 32, `out` to one of 16. Those of 8 or 4 bits: kernel_integers.h.
 
-#include <immintrin.h>
 #include <omp.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -28,144 +28,8 @@
 #include <numeric>
 #include <vector>
 
-namespace {
-
-constexpr int kBlock = 16;  // outputs of a block, rows of a tile, floats of a V
-typedef uint16_t bf16;
-
-inline int64_t up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
-
-// ------------------------------------------------------------ 16 floats: one AVX-512 register, or two of AVX2
-
-#if defined(__AVX512F__)
-typedef __m512 Part;
-typedef __m512i IntPart;
-constexpr int kParts = 1, kColumns = 4;  // Vs that share a weight in mix
-#define AQ(name) _mm512_##name
-inline IntPart widen_part(const bf16* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
-inline IntPart int_part(const bf16* p) { return _mm512_loadu_si512(p); }
-inline Part keep_above(Part x, Part limit, Part value) {  // value where x >= limit, else 0
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), value);
-}
-inline Part as_float(IntPart x) { return _mm512_castsi512_ps(x); }
-inline IntPart as_int(Part x) { return _mm512_castps_si512(x); }
-inline IntPart high_half(IntPart x) { return _mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000u))); }
-#else
-typedef __m256 Part;
-typedef __m256i IntPart;
-constexpr int kParts = 2, kColumns = 1;
-#define AQ(name) _mm256_##name
-inline IntPart widen_part(const bf16* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
-inline IntPart int_part(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline Part keep_above(Part x, Part limit, Part value) {
-  return _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_GE_OQ), value);
-}
-inline Part as_float(IntPart x) { return _mm256_castsi256_ps(x); }
-inline IntPart as_int(Part x) { return _mm256_castps_si256(x); }
-inline IntPart high_half(IntPart x) { return _mm256_and_si256(x, _mm256_set1_epi32(int(0xffff0000u))); }
-#endif
-constexpr int kPart = kBlock / kParts;
-
-struct V {
-  Part p[kParts];
-};
-
-template <typename F>
-inline V each(F f) {
-  V r;
-  for (int i = 0; i < kParts; i++) r.p[i] = f(i);
-  return r;
-}
-inline V splat(float x) {
-  return each([&](int) { return AQ(set1_ps)(x); });
-}
-inline V load(const float* p) {
-  return each([&](int i) { return AQ(loadu_ps)(p + i * kPart); });
-}
-inline V load(const bf16* p) {
-  return each([&](int i) { return as_float(AQ(slli_epi32)(widen_part(p + i * kPart), 16)); });
-}
-// Of 16 pairs the one halves.
-inline V lower(const bf16* p) {
-  return each([&](int i) { return as_float(AQ(slli_epi32)(int_part(p + i * 2 * kPart), 16)); });
-}
-inline V upper(const bf16* p) {
-  return each([&](int i) { return as_float(high_half(int_part(p + i * 2 * kPart))); });
-}
-inline void store(float* p, V v) {
-  for (int i = 0; i < kParts; i++) AQ(storeu_ps)(p + i * kPart, v.p[i]);
-}
-inline V operator+(V a, V b) {
-  return each([&](int i) { return AQ(add_ps)(a.p[i], b.p[i]); });
-}
-inline V operator-(V a, V b) {
-  return each([&](int i) { return AQ(sub_ps)(a.p[i], b.p[i]); });
-}
-inline V operator*(V a, V b) {
-  return each([&](int i) { return AQ(mul_ps)(a.p[i], b.p[i]); });
-}
-inline V operator/(V a, V b) {
-  return each([&](int i) { return AQ(div_ps)(a.p[i], b.p[i]); });
-}
-inline V fma(V a, V b, V c) {
-  return each([&](int i) { return AQ(fmadd_ps)(a.p[i], b.p[i], c.p[i]); });
-}
-inline V most(V a, V b) {
-  return each([&](int i) { return AQ(max_ps)(a.p[i], b.p[i]); });
-}
-inline V least(V a, V b) {
-  return each([&](int i) { return AQ(min_ps)(a.p[i], b.p[i]); });
-}
-inline float sum(V v) {
-  alignas(64) float x[kBlock];
-  store(x, v);
-  for (int width = kBlock / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] += x[i + width];
-  return x[0];
-}
-
-// e^x: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], within 2 units in the last place; 0 below -87, e^88 above 88.
-inline V exp(V given) {
-  V x = least(most(given, splat(-87.0f)), splat(88.0f));
-  V n = x * splat(1.44269504f) + splat(12582912.0f) - splat(12582912.0f);  // to the nearest whole number
-  V r = fma(n, splat(-0.693145752f), x);
-  r = fma(n, splat(-1.42860677e-6f), r);
-  V p = splat(1.98756915e-4f);
-  for (float c : {1.39819995e-3f, 8.33345196e-3f, 4.16657962e-2f, 1.66666657e-1f, 0.5f}) p = fma(p, r, splat(c));
-  p = fma(p, r * r, r + splat(1.0f));
-  return each([&](int i) {
-    IntPart exponent = AQ(slli_epi32)(AQ(cvtps_epi32)(n.p[i]), 23);
-    Part value = as_float(AQ(add_epi32)(as_int(p.p[i]), exponent));
-    return keep_above(given.p[i], AQ(set1_ps)(-87.0f), value);
-  });
-}
-
-inline float widen(bf16 x) {
-  uint32_t bits = uint32_t(x) << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-inline bf16 narrow(float f) {  // to nearest, ties to even; a NaN stays one
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return bf16(bits >> 16 | 0x40);
-  return bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-inline float get(float x) { return x; }
-inline float get(bf16 x) { return widen(x); }
-inline void put(float& to, float x) { to = x; }
-inline void put(bf16& to, float x) { to = narrow(x); }
-template <typename T>
-inline void put_many(T* to, const float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i++) put(to[i], x[i]);
-}
-template <typename T>
-inline void get_many(const T* from, float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i++) x[i] = get(from[i]);
-}
-
-}  // namespace
+#include "kernel_integers.h"
+#include "kernel_vector.h"
 
 extern "C" {
 
@@ -173,6 +37,7 @@ struct Linear {
   const void* weight;  // packed
   const float* bias;   // or null
   int32_t in, out;
+  int32_t bits;  // of a weight: 8, 4, or 0 for the dtype of the model
 };
 
 struct Layer {
@@ -428,14 +293,21 @@ int64_t multiply(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t in, 
 
 // What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, as tiles read
 // them. bf16 for tiles and dots, else float32 (rounded to bf16 when the weights are, so that all ways compute the same
-// products).
+// products). For weights of 8 or 4 bits float32, of which `finish` makes groups; the width is padded to a multiple of 64.
 struct Inputs {
   std::vector<char> bytes;
+  std::vector<Group> groups;
   int64_t ld;
-  bool tiles, halves, rounded;
-  Inputs(int64_t rows, int64_t width, bool tiles_, bool bf16_weights)
-      : ld(up(width, 32)), tiles(tiles_), halves(bf16_weights && (tiles_ || kHasDots)), rounded(bf16_weights) {
+  bool integers, tiles, halves, rounded;
+  Inputs(int64_t rows, int64_t width, bool tiles_, bool bf16_weights, bool integers_)
+      : ld(up(width, integers_ ? kSpan : 32)), integers(integers_), tiles(tiles_ && !integers),
+        halves(!integers && bf16_weights && (tiles_ || kHasDots)), rounded(!integers && bf16_weights) {
     bytes.resize(size_t(up(rows, 32) * ld) * (halves ? 2 : 4));
+    if (integers) groups.resize(size_t(rows * ld / kGroup));
+  }
+  // A row is there as a whole.
+  void finish(int64_t row) {
+    for (int64_t at = 0; integers && at < ld; at += kGroup) quantise(full(row) + at, groups[size_t((row * ld + at) / kGroup)]);
   }
   bf16* half(int64_t row) { return reinterpret_cast<bf16*>(bytes.data()) + row * ld; }
   float* full(int64_t row) { return reinterpret_cast<float*>(bytes.data()) + row * ld; }
@@ -497,12 +369,33 @@ void tile_pairs(Inputs& x, int64_t M, const Linear& w, int64_t pair, int64_t end
   }
 }
 
+// The same by whole numbers.
+template <typename W, typename Use>
+void integer_pairs(const Inputs& x, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
+  int64_t pieces = up(w.in, kSpan) / kSpan, ld = x.ld / kGroup, chunks = (M + kMostIntegerRows - 1) / kMostIntegerRows;
+  alignas(64) float out[2 * kMostIntegerRows * kBlock];
+  for (; pair < end; pair++) {
+    bool second = (2 * pair + 1) * kBlock < w.out;
+    const W* weight = static_cast<const W*>(w.weight) + pair * pieces;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m;
+      multiply<kMostIntegerRows>(x.groups.data() + m * ld, ld, rows, weight, pieces, out);
+      for (int64_t r = 0; r < rows; r++) {
+        const float* row = out + r * kBlock;
+        use(m + r, pair, row, second ? row + rows * kBlock : nullptr);
+      }
+    }
+  }
+}
+
 // This thread's share of a projection, by pairs of blocks.
 template <typename Use>
 void share_pairs(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Use use) {
   int64_t pairs = (w.out + 2 * kBlock - 1) / (2 * kBlock), T = omp_get_num_threads(), t = omp_get_thread_num();
   int64_t first = pairs * t / T, end = pairs * (t + 1) / T;
-  if (x.tiles) tile_pairs(x, M, w, first, end, use);
+  if (w.bits == 8) integer_pairs<Eights>(x, M, w, first, end, use);
+  else if (w.bits == 4) integer_pairs<Fours>(x, M, w, first, end, use);
+  else if (x.tiles) tile_pairs(x, M, w, first, end, use);
   else if (x.halves) multiply_pairs<bf16, bf16>(x.half(0), x.ld, M, w, first, end, use);
   else if (bf16_weights) multiply_pairs<float, bf16>(x.full(0), x.ld, M, w, first, end, use);
   else multiply_pairs<float, float>(x.full(0), x.ld, M, w, first, end, use);
@@ -603,8 +496,8 @@ struct Runner {
         E(model.head_dim), group(H / G), tiles(tiles_granted && model.tiles && model.bf16_weights),
         draft(model.layers[0].feature_norm != nullptr), entering(static_cast<const T*>(p.residual)),
         embeds(static_cast<const T*>(p.embeds)), residual(size_t(M * D)),
-        qkv(size_t(M * (H + 2 * G) * E)), cos(size_t(M * E / 2)), sin(size_t(M * E / 2)), x(M, draft ? 2 * D : D, tiles, model.bf16_weights),
-        attended(M, H * E, tiles, model.bf16_weights), inner(M, model.inner, tiles, model.bf16_weights) {
+        qkv(size_t(M * (H + 2 * G) * E)), cos(size_t(M * E / 2)), sin(size_t(M * E / 2)),
+        x(inputs(draft ? 2 * D : D)), attended(inputs(H * E)), inner(inputs(model.inner)) {
     int64_t past = 0;
     for (int b = 0; b < p.rows; b++) {
       past = std::max<int64_t>(past, p.past_lengths[b]);
@@ -613,6 +506,8 @@ struct Runner {
     }
     for (int t = 0; t < p.threads; t++) scratch.emplace_back(std::max(D, E), E, past + p.own);
   }
+
+  Inputs inputs(int64_t width) const { return {M, width, tiles, m.bf16_weights != 0, m.layers[0].qkv.bits != 0}; }
 
   Scratch& mine() { return scratch[size_t(omp_get_thread_num())]; }
 
@@ -624,6 +519,7 @@ struct Runner {
     float* row = mine().row.data();
     rms_norm(source, weight, D, m.eps, row);
     x.set(token, at, row, D);
+    x.finish(token);
   }
 
   float* state(int64_t token) { return residual.data() + token * D; }
@@ -647,6 +543,14 @@ struct Runner {
       get_many(embeds + place[size_t(token)] * D, row, D);
       norm_into_x(row, l.input_norm, token, 0);
     }
+  }
+
+  // Rows that several threads wrote; they wait for each other before.
+  void finish(Inputs& rows) {
+    if (!rows.integers) return;
+#pragma omp for schedule(static) nowait
+    for (int64_t token = 0; token < M; token++) rows.finish(token);
+    meeting.wait();
   }
 
   void mlp_input(const Layer& l) {
@@ -874,12 +778,14 @@ struct Runner {
         meeting.wait();
         attention(layer);
         meeting.wait();
+        finish(attended);
         add_to_residual(attended, l.o);
         meeting.wait();
         mlp_input(l);
         meeting.wait();
         gated(l.gate_up);
         meeting.wait();
+        finish(inner);
         add_to_residual(inner, l.down);
         meeting.wait();
         capture(layer);
@@ -897,12 +803,14 @@ struct Runner {
 };
 
 template <typename T>
-Inputs inputs_of(const T* x, int64_t M, int64_t width, bool bf16_weights, bool tiles) {
-  Inputs in(M, width, tiles, bf16_weights);
+Inputs inputs_of(const T* x, int64_t M, const Linear& w, bool bf16_weights, bool tiles) {
+  int64_t width = w.in;
+  Inputs in(M, width, tiles, bf16_weights, w.bits != 0);
   for (int64_t row = 0; row < M; row++) {
     if (in.halves) std::memcpy(in.half(row), x + row * width, size_t(width) * sizeof(T));
     else
       for (int64_t i = 0; i < width; i++) in.full(row)[i] = get(x[row * width + i]);
+    in.finish(row);
   }
   return in;
 }
@@ -945,7 +853,7 @@ struct Best {
 template <typename T>
 void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int64_t* ids,
             float* log_shares, int top, int threads) {
-  Inputs in = inputs_of(x, M, w.in, bf16_weights, tiles);
+  Inputs in = inputs_of(x, M, w, bf16_weights, tiles);
   std::vector<Best> found(ids ? size_t(M * threads) : 0, Best(top));
   unsigned control = _mm_getcsr();
 #pragma omp parallel num_threads(threads)

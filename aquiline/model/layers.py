@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from aquiline.config import RopeConfig
 from aquiline.model.backend import LayerWeights, Weights
 from aquiline.model.kv_cache import KVCache
+from aquiline.model.quantised import Quantised, QuantisedLinear
 
 
 class RMSNorm(nn.Module):
@@ -278,13 +279,22 @@ def pack(
     """One block's weights packed for the kernel; their own copies are freed."""
     a = attention
     qkv = (a.q_proj, a.k_proj, a.v_proj)
+
+    def stacked(*parts: Any) -> Weights:
+        return Weights.stacked([_weight(m) for m in parts], [m.bias for m in parts], input_norm.weight.dtype)
+
     packed = LayerWeights(
         input_norm.weight,
         post_norm.weight,
-        Weights.stacked([m.weight for m in qkv], [m.bias for m in qkv]),
-        Weights.stacked([a.o_proj.weight], [a.o_proj.bias]),
-        Weights.alternating(mlp.gate_proj.weight, mlp.up_proj.weight, [mlp.gate_proj.bias, mlp.up_proj.bias]),
-        Weights.stacked([mlp.down_proj.weight], [mlp.down_proj.bias]),
+        stacked(*qkv),
+        stacked(a.o_proj),
+        Weights.alternating(
+            _weight(mlp.gate_proj),
+            _weight(mlp.up_proj),
+            [mlp.gate_proj.bias, mlp.up_proj.bias],
+            input_norm.weight.dtype,
+        ),
+        stacked(mlp.down_proj),
         None if a.q_norm is None else a.q_norm.weight,
         None if a.k_norm is None else a.k_norm.weight,
         None if feature_norm is None else feature_norm.weight,
@@ -294,6 +304,24 @@ def pack(
     return packed
 
 
-def free(linear: nn.Linear) -> None:
+def _weight(linear: nn.Module) -> Any:
+    """A Tensor or a Quantised."""
+    return linear.matrix if isinstance(linear, QuantisedLinear) else linear.weight
+
+
+def free(linear: nn.Module) -> None:
     """Give back a weight of which a packed copy is kept."""
-    linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+    if isinstance(linear, QuantisedLinear):
+        linear.matrix = None
+    else:
+        assert isinstance(linear, nn.Linear)
+        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+
+
+def quantise(module: nn.Module, matrix: Callable[[str, Tensor], Quantised]) -> None:
+    """Its projections, and those of its parts, become quantised ones. `matrix`: of a projection's name and weight."""
+    for name, linear in list(module.named_modules()):
+        if isinstance(linear, nn.Linear):
+            parent, _, last = name.rpartition(".")
+            bias = None if linear.bias is None else linear.bias.detach()
+            setattr(module.get_submodule(parent), last, QuantisedLinear(matrix(name, linear.weight.detach()), bias))

@@ -8,7 +8,7 @@ Shapes: B rows, N tokens of the pass, D width, A = captured layers * D, L layers
 V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from aquiline.config import TOP, TargetConfig, UserError, check_capture_after, r
 from aquiline.model.backend import Decoder, Weights, describe, fast_bf16, usable
 from aquiline.model.exact import ROWS, Gathered, by_rows, padded
 from aquiline.model.kv_cache import KVCache
-from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
+from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack, quantise
+from aquiline.model.quantised import BITS, HEAD_BITS, Quantised
 
 
 @dataclass
@@ -68,6 +69,8 @@ class Target(nn.Module):
         self.config = config
         self.capture_after = capture_after
         self._head: Weights | None = None  # set by `pack`
+        self.quantised: str | None = None  # how, set by `quantise`
+        self._quantised_head: Quantised | None = None
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -159,6 +162,8 @@ class Target(nn.Module):
         """
         if self._head is not None:
             return self.head_form(self._head(last))
+        if self._quantised_head is not None:
+            return self.head_form(self._quantised_head.linear(last))
         return self.head_form(nn.functional.linear(last.float(), self.head_weight.float()))
 
     def best(self, last: Tensor) -> Tensor:
@@ -176,7 +181,7 @@ class Target(nn.Module):
         2^-7 max|z| times the share of the probability that is not at the logits computed again; in practice by far
         less, as the roundings cancel.
         """
-        plain = self._head is None and self.head_form.plain
+        plain = self._head is None and self._quantised_head is None and self.head_form.plain
         if plain and self.dtype == torch.bfloat16 and fast_bf16(self.device.type):
             logits = nn.functional.linear(last_RD, self.head_weight).float()
             highest = logits.amax(-1, keepdim=True)
@@ -188,6 +193,13 @@ class Target(nn.Module):
                 return logits.argmax(-1), logits.logsumexp(-1)
         logits = self.logits(last_RD)
         return logits.argmax(-1), logits.logsumexp(-1)
+
+    def quantise(self, how: str, stored: Mapping[str, Quantised] | None = None) -> "Target":
+        """Round all layers' projections and the head to whole numbers, once, before `pack`; another target then, which
+        has no state dict. Embedding, norms, attention and what is between the projections stay as they are. `how` is a
+        name of BITS; `stored` are matrices, by the name of their weight, that are kept where they have as many bits.
+        """
+        raise UserError(f"a {self.config.family} target runs as Transformers has it, and is not quantised here")
 
     def pack(self) -> "Target":
         """Prepare for decoding where the kernel can run it: weights are packed, the separate ones freed, and the state
@@ -241,7 +253,8 @@ class LlamaTarget(Target):
         self._exact = False  # set by `make_exact`
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "LlamaTarget":
-        assert self._decoder is None, "a packed target stays where it is, and in its dtype"
+        settled = self._decoder is not None or self.quantised is not None
+        assert not settled, "a packed or quantised target stays where it is, and in its dtype"
         super()._apply(fn, recurse)
         return self
 
@@ -262,7 +275,8 @@ class LlamaTarget(Target):
 
     @property
     def decoding(self) -> str:
-        return f"PyTorch, {ROWS} tokens at a time" if self._exact else describe(self.dtype, self.device)
+        how = f"PyTorch, {ROWS} tokens at a time" if self._exact else describe(self.dtype, self.device)
+        return how if self.quantised is None else f"{how}, {self.quantised}"
 
     @property
     def exact(self) -> bool:
@@ -276,6 +290,8 @@ class LlamaTarget(Target):
     def logits(self, last: Tensor) -> Tensor:
         if not self._exact:
             return super().logits(last)
+        if self._quantised_head is not None:
+            return by_rows(self._quantised_head.linear, last)
         weight = self.head_weight.float()
         return by_rows(lambda x: nn.functional.linear(x.float(), weight), last)
 
@@ -340,11 +356,32 @@ class LlamaTarget(Target):
         last, aux = (torch.cat(parts, dim=1)[0, : B * N].unflatten(0, (B, N)) for parts in zip(*outs, strict=True))
         return PassOutput(last, aux, *gathered.keys_values())
 
+    def quantise(self, how: str, stored: Mapping[str, Quantised] | None = None) -> "LlamaTarget":
+        assert self.quantised is None
+        assert self._decoder is None
+
+        def matrix(name: str, weight: Tensor, bits: int) -> Quantised:
+            kept = (stored or {}).get(f"{name}.weight")
+            if kept is None or kept.bits != bits:
+                return Quantised.of(weight, bits)
+            return kept.over(lambda part: part.to(weight.device))
+
+        head = "model.embed_tokens" if self.lm_head is None else "lm_head"
+        self._quantised_head = matrix(head, self.head_weight, HEAD_BITS)
+        quantise(self.model.layers, lambda name, weight: matrix(f"model.layers.{name}", weight, BITS[how]))
+        if self.lm_head is not None:
+            free(self.lm_head)
+        self.quantised = how
+        return self
+
     def pack(self) -> "LlamaTarget":
         if self._decoder is not None or not usable(self.dtype, self.device):
             return self
         c = self.config
-        self._head = Weights.stacked([self.head_weight])
+        if self._quantised_head is not None:
+            self._head, self._quantised_head = Weights.integers(self._quantised_head, None, self.dtype), None
+        else:
+            self._head = Weights.stacked([self.head_weight])
         if self.lm_head is not None:  # a tied one is the embedding, which must stay readable row by row
             free(self.lm_head)
         layers = [layer for layer in self.model.layers if isinstance(layer, TargetLayer)]
