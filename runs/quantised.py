@@ -36,7 +36,7 @@ def main() -> None:
     prompts = [p.messages for file in given.files for p in read_prompts(file, given.limit)]
     models = {name: load(dtype="bfloat16", quantize=None if name == "bf16" else name) for name in ("bf16", *QUANTIZE)}
     record: dict[str, Any] = {"prompts": len(prompts), "max_new_tokens": given.max_new_tokens}
-    record |= {"decoding": {name: model.target.decoding for name, model in models.items()}}
+    record |= {"ways": {name: model.target.decoding for name, model in models.items()}}
     with quiet(None) as load_of_others:
         for part in given.parts.split(","):
             record[part] = {"distribution": distribution, "passes": passes, "decoding": decoding}[part](

@@ -12,10 +12,12 @@ import torch
 
 import aquiline
 from aquiline.api import load, load_chat
-from aquiline.config import TreeConfig
+from aquiline.config import QUANTIZE, TreeConfig
+from aquiline.decode.engine import Engine
 from aquiline.files import checkpoint
 from aquiline.measure import doctor, replies
 from tests.serving import serving
+from tests.test_backend import needs_kernel
 
 ASSETS = Path(aquiline.__file__).parent / "assets"
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "runs" / "sabotage.py"))
@@ -43,6 +45,20 @@ def test_text_is_equal_and_the_accepted_length_is_kept(model):
         assert result.token_ids == model.generate(prompt, max_new_tokens=64, plain=True).token_ids
         emitted, cycles = emitted + sum(request.cycle_lengths), cycles + request.cycles
     assert emitted / cycles == pytest.approx(TAU, rel=0.02)
+
+
+@needs_kernel
+@pytest.mark.parametrize("how", QUANTIZE)
+def test_a_quantised_target_has_its_own_text_alone_and_in_a_batch_and_the_head_fits_it(how, recwarn):
+    quantised = load(dtype="bfloat16", quantize=how)
+    plain = [quantised.generate(prompt, max_new_tokens=48, plain=True).token_ids for prompt in PROMPTS]
+    requests = [quantised.request(prompt, max_new_tokens=48, tree="3:4:9") for prompt in PROMPTS]
+    assert [quantised.run(request).token_ids for request in requests] == plain
+    assert sum(sum(r.cycle_lengths) for r in requests) > 1.5 * sum(r.cycles for r in requests)
+    together = [quantised.request(prompt, max_new_tokens=48, tree="3:4:9") for prompt in PROMPTS]
+    Engine(quantised.target, quantised.draft, max_batch=3).run(together)
+    assert [request.output_ids for request in together] == plain
+    assert not [w for w in recwarn if "draft" in str(w.message)]
 
 
 def test_the_server_writes_the_same_alone_and_among_sixteen_others(model):

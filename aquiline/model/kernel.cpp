@@ -6,8 +6,8 @@
 // but the weights. So a token verified in a tree has bit for bit the logits it has in plain decoding, in bf16 as in
 // float32. Compile with -ffp-contract=off: what is fused is written as fma, everywhere alike.
 //
-// float32 inside; with bf16 weights, what enters a projection, queries, keys and values are rounded to bf16. With weights of
-// 8 or 4 bits what enters a projection is rounded to 8 bits (kernel_integers.h).
+// float32 inside; with bf16 weights, what enters a projection, queries, keys and values are rounded to bf16. With weights
+// of 8 or 4 bits what enters a projection is rounded to 8 bits (kernel_integers.h).
 //
 // Letters: B rows, N places for tokens in each, M tokens computed, H heads, G kv heads, E head width, D width.
 // Packed weights: blocks of 16 outputs; within a block [in / 2][16][2] (bf16: what AMX and AVX512-BF16 read), or
@@ -293,7 +293,7 @@ int64_t multiply(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t in, 
 
 // What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, as tiles read
 // them. bf16 for tiles and dots, else float32 (rounded to bf16 when the weights are, so that all ways compute the same
-// products). For weights of 8 or 4 bits float32, of which `finish` makes groups; the width is padded to a multiple of 64.
+// products). For weights of 8 or 4 bits float32, of which `finish` makes groups, and a width of up(width, 64).
 struct Inputs {
   std::vector<char> bytes;
   std::vector<Group> groups;
@@ -307,7 +307,8 @@ struct Inputs {
   }
   // A row is there as a whole.
   void finish(int64_t row) {
-    for (int64_t at = 0; integers && at < ld; at += kGroup) quantise(full(row) + at, groups[size_t((row * ld + at) / kGroup)]);
+    for (int64_t at = 0; integers && at < ld; at += kGroup)
+      quantise(full(row) + at, groups[size_t((row * ld + at) / kGroup)]);
   }
   bf16* half(int64_t row) { return reinterpret_cast<bf16*>(bytes.data()) + row * ld; }
   float* full(int64_t row) { return reinterpret_cast<float*>(bytes.data()) + row * ld; }

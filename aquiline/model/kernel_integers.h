@@ -1,8 +1,8 @@
 // Products of 8-bit activations with weights of 8 or 4 bits, summed as integers within groups of 32 inputs.
 //
-// A weight is scale * q (8 bits: q from -128 to 127) or scale * q + shift (4 bits: q from 0 to 15), scale and shift being
-// float16 and the group's: what llama.cpp calls Q8_0 and Q4_1. An activation is scale * a, a from -127 to 127, scale
-// float32 and the group's. So an output is, group by group in their order,
+// A weight is scale * q (8 bits: q from -128 to 127) or scale * q + shift (4 bits: q from 0 to 15), scale and shift
+// being float16 and the group's: what llama.cpp calls Q8_0 and Q4_1. An activation is scale * a, a from -127 to 127,
+// scale float32 and the group's. So an output is, group by group in their order,
 //
 //     + weight scale * activation scale * sum of q a  + shift * activation scale * sum of a
 //
@@ -76,8 +76,8 @@ inline V halves(const uint16_t* p) {
   return each([&](int i) { return half_part(p, i); });
 }
 
-// sum + the four products of each output. Without units for it, pairs are added in 16 bits first: of weights below 16 two
-// products fit, of others too when they are |q| times the activation with q's sign.
+// sum + the four products of each output. Without units for it, pairs are added in 16 bits first: of weights below 16
+// two products fit, of others too when they are |q| times the activation with q's sign.
 #if defined(__AVX512VNNI__)
 template <typename W>
 inline IntPart add_dots(IntPart sum, IntPart q, IntPart a) {
@@ -121,7 +121,7 @@ inline int32_t start_of(const Group&, const Fours*) { return 0; }
 // R rows by a pair of blocks, whose pieces are given, the sum over groups in order. Out: float32 [2][R][16].
 template <int R, typename W>
 inline void gemm(const Group* x, int64_t ldx, const W* w, int64_t pieces, float* out) {
-  constexpr int kLines = sizeof(w->lines) / 64, kSteps = kLines / 2;  // fetched with each step of a group: 2 of 16 lines
+  constexpr int kFetched = sizeof(w->lines) / 64 / 16;  // lines, with each of the 16 steps
   V sums[2][R];
   for (auto& block : sums)
     for (V& sum : block) sum = splat(0);
@@ -136,15 +136,16 @@ inline void gemm(const Group* x, int64_t ldx, const W* w, int64_t pieces, float*
           dots[b][r] = each_bytes([&](int) { return AQ(set1_epi32)(start_of(group[r * ldx], w)); });
 #pragma GCC unroll 8
       for (int step = 0; step < 8; step++) {
-        for (int line = 0; line < kSteps / 8; line++)
-          _mm_prefetch(ahead + ((g * 8 + step) * (kSteps / 8) + line) * 64, _MM_HINT_T1);
+        for (int line = 0; line < kFetched; line++)
+          _mm_prefetch(ahead + ((g * 8 + step) * kFetched + line) * 64, _MM_HINT_T1);
         Bytes q[2];
         for (int b = 0; b < 2; b++) q[b] = step_of(*w, g, step, b);
         for (int r = 0; r < R; r++) {
           int four;
           std::memcpy(&four, group[r * ldx].of + 4 * step, 4);
           for (int b = 0; b < 2; b++)
-            dots[b][r] = each_bytes([&](int i) { return add_dots<W>(dots[b][r].p[i], q[b].p[i], AQ(set1_epi32)(four)); });
+            dots[b][r] = each_bytes(
+                [&](int i) { return add_dots<W>(dots[b][r].p[i], q[b].p[i], AQ(set1_epi32)(four)); });
         }
       }
       for (int b = 0; b < 2; b++) {
@@ -153,7 +154,8 @@ inline void gemm(const Group* x, int64_t ldx, const W* w, int64_t pieces, float*
           const Group& of_row = group[r * ldx];
           V dot = each([&](int i) { return AQ(cvtepi32_ps)(dots[b][r].p[i]); });
           sums[b][r] = fma(dot, scale * splat(of_row.scale), sums[b][r]);
-          if constexpr (std::is_same_v<W, Fours>) sums[b][r] = fma(halves(w->shift[g][b]), splat(of_row.total), sums[b][r]);
+          if constexpr (std::is_same_v<W, Fours>)
+            sums[b][r] = fma(halves(w->shift[g][b]), splat(of_row.total), sums[b][r]);
         }
       }
     }
@@ -194,7 +196,7 @@ inline int32_t across(__m256i x, F f) {
 // 32 activations rounded, to even where it is a tie. What is no finite number makes the group's scale a NaN.
 inline void quantise(const float* x, Group& to) {
   V a = load(x), b = load(x + kBlock);
-  V sizes = each([&](int i) {  // without their signs, whose bits then are in the order of the numbers, with NaN above all
+  V sizes = each([&](int i) {  // without their signs; the bits then are in the order of the numbers, NaN above all
     IntPart mask = AQ(set1_epi32)(0x7fffffff);
     return as_float(AQ(max_epi32)(both(as_int(a.p[i]), mask), both(as_int(b.p[i]), mask)));
   });
