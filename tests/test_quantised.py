@@ -238,6 +238,18 @@ def test_without_the_kernel_pytorch_computes_it_and_it_is_said(folders, monkeypa
     assert result.token_ids == model.generate("Tell me.", max_new_tokens=12, plain=True).token_ids
 
 
+@pytest.mark.filterwarnings("ignore:--quantize int8 is fast in the CPU kernel")
+def test_exact_passes_of_pytorch_take_the_quantised_head_too(folders, monkeypatch):
+    monkeypatch.setattr(backend, "library", lambda: None)
+    loaded = {"dtype": "float32", "device": "cpu", "quantize": "int8"}
+    model, other = (api.load(folders / "target", "none", **loaded, exact=exact) for exact in (True, False))
+    assert model.target.decoding.startswith("PyTorch, ")
+    assert model.target.decoding.endswith(" at a time, int8")
+    last = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(model.target.logits(last), other.target.logits(last), atol=1e-5)
+    assert torch.equal(model.target.logits(last)[:, :3], model.target.logits(last[:, :3]))
+
+
 def test_what_cannot_be_quantised_is_refused(folders, monkeypatch):
     with pytest.raises(UserError, match=r"'q8' is not supported; expected int8 .* or int4"):
         api.load(folders / "target", "none", quantize="q8")
