@@ -737,7 +737,7 @@ def test_data_and_outputs_that_do_not_work_are_refused(aquiline, folders, answer
 
 
 def test_an_interrupt_is_quiet(aquiline, monkeypatch):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(decode, "load_model", interrupt)

@@ -48,7 +48,7 @@ def test_a_cycle_ends_each_phase_once_and_the_head_belongs_to_the_target(target,
     engine.step()
     for name, phase in (("best", "head"), ("logits", "head"), ("__call__", "pass")):
         inner = getattr(type(target), name)
-        monkeypatch.setattr(type(target), name, lambda *a, f=inner, p=phase: (laps.append(p), f(*a))[1])
+        monkeypatch.setattr(type(target), name, lambda *a, f=inner, p=phase, **k: (laps.append(p), f(*a, **k))[1])
     monkeypatch.setattr(clock, "_running", type("Recorder", (), {"lap": lambda _, phase: laps.append(phase)})())
     engine.step()
     judged = ["head", "target", "accept"] * len(requests)

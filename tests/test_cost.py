@@ -314,7 +314,7 @@ class TestMood:
         assert mood.trust < 0.4
         mood.resting = 64
         while mood.rests():
-            pass
+            mood.forget()
         assert mood.trust > 0.75
 
 
@@ -495,6 +495,7 @@ def test_behind_many_trees_a_plain_step_is_looked_at():
             assert not mood.trying
         else:
             mood.drafted(2.0, 1.5, 3)
+            mood.judged(1.0, 2)  # it has paid
     assert plain == 10
 
 
@@ -510,6 +511,7 @@ class Moody:
         (row,) = rows
         n = len(row.known)
         if row.mood.rests():
+            row.mood.forget()
             return [Tree.empty()]
         self.asked.append(n)
         tokens = [int(t) if n >= self.right_from else (int(t) + 1) % 64 for t in self.text[n : n + 3]]

@@ -117,6 +117,7 @@ class PassCosts:
             moved = [n for n in self._points if n > least or tokens <= least]
             self._points |= {n: self._points[n] * (1 + _DRIFT * off) for n in moved}
             step = (max(_STEP, seldom) - _DRIFT) * off * expected
+            share = 1.0 if left == least and tokens > least else share
             self._points[left] += step * (1 - share)
             if right > left:
                 self._points[right] += step * share
@@ -320,9 +321,10 @@ class Mood:
     rest: int = _FIRST_REST
     value: float | None = None  # smoothed log of the rate of its trees over that of the plain step
     trying: bool = False  # the next tree is the first behind a rest
+    looking: bool = False  # the rest is one step, to see what a plain one takes
     price: float = 1.0  # of the last tree, its draft passes included, in plain steps
     pace: float = 1.0  # smoothed rate of its batch with trees, in plain ones
-    nodes: float = 8.0  # smoothed, of its trees; of a batch where all nodes compete, of all of these
+    nodes: float = 8.0  # smoothed, of its trees; of a batch where all nodes compete, of all of these together
     promise: float = 0.0  # smoothed, of what was tried for all
     trees: int = 0
     drafts: int = 0  # of all whose rests these are
@@ -337,17 +339,21 @@ class Mood:
         self.expected = 0.85 * self.expected + expected
         self.accepted = 0.85 * self.accepted + accepted
         if 1 + accepted > self.price:  # it has paid, whatever was expected
-            self.resting, self.rest = 0, _FIRST_REST
+            self.resting, self.rest = int(self.looking), _FIRST_REST
 
     def rests(self) -> bool:
-        """Whether the coming step is a plain one. Resting, it forgets what made it rest."""
+        """Whether the coming step is a plain one."""
         if self.resting == 0:
             return False
         self.resting -= 1
+        self.trying = self.resting == 0 and not self.looking
+        self.looking = self.looking and self.resting > 0
+        return True
+
+    def forget(self) -> None:
+        """At a step of its batch's rest: what made it rest."""
         self.expected *= 0.97
         self.accepted *= 0.97
-        self.trying = self.resting == 0 and (self.value or 0.0) < 0  # else the plain step was only to be looked at
-        return True
 
     def drafted(self, tokens: float, price: float, nodes: int, alike: int = 1) -> None:
         """A tree was made of which so many `tokens` are expected, at a `price` in plain steps; without any node that
@@ -362,8 +368,8 @@ class Mood:
         self.value = now if fresh or self.value is None else 0.7 * self.value + 0.3 * now
         self.trying, self.price = False, price
         self.drafts += 1
-        if self.drafts % _LOOK_BACK == 0:
-            self.resting = 1
+        if self.drafts % _LOOK_BACK == 0 and self.resting == 0:
+            self.resting, self.looking = 1, True
         if self.value < 0:
             self.resting, self.rest = self.rest, min(2 * self.rest, _LONGEST_REST)
         elif alike > 1:
@@ -459,7 +465,7 @@ class Chooser:
         rate = plain_rate * mood.pace
         gains = self._gains(batch)
         levels = [rate * level_seconds / max(gain * mood.trust, 1e-3) for gain in gains]
-        return [min(0.9, rate * node_seconds / mood.trust), *levels]
+        return [min(0.9, rate * node_seconds / mood.trust) if mood.trees % _LOOK_FAR else 0.0, *levels]
 
     def _gains(self, batch: int) -> list[float]:
         return self.gains.setdefault(_bucket(batch, 1), [_GAIN] * _DEPTHS)
@@ -489,7 +495,7 @@ class Chooser:
                 self._learn_gain(self._gains(batch), tree, chances_N, ran, nodes, mood)
             mood.pace = 0.8 * mood.pace + 0.2 * rate * V[0] / batch
             mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
-        if ragged:
+        if resting is not moods[0]:
             resting.nodes = 0.7 * resting.nodes + 0.3 * taken
         resting.drafted(1 + gained / batch, (spent + V[taken]) / V[0], taken, alike)
         if trying and taken == 0:

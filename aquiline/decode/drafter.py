@@ -84,6 +84,8 @@ class EagleDrafter:
         if auto and chooser is not None:
             resting = chooser.resting(rows[auto[0][0]].mood, len(rows))
             if resting.rests():
+                for b, _ in auto:
+                    rows[b].mood.forget()
                 auto = []
             elif resting.trying:  # one for all: others may never have to read what came while they rested
                 alike = len(auto)
@@ -95,25 +97,26 @@ class EagleDrafter:
         if auto:
             assert chooser is not None
             taken = list(map(len, trees))
-            made = self._grow_what_pays(
-                [rows[b] for b, _ in auto], [c for _, c in auto], chooser, len(rows), taken, alike
-            )
+            drafting_rows, configs = [rows[b] for b, _ in auto], [config for _, config in auto]
+            longest = max(len(row.known) for row in rows)
+            made = self._grow_what_pays(drafting_rows, configs, chooser, len(rows), longest, taken, alike)
             for (b, _), tree in zip(auto, made, strict=True):
                 trees[b] = tree
         return trees
 
     def _grow_what_pays(
-        self, rows: list[Row], configs: list[TreeConfig], chooser: Chooser, batch: int, taken: list[int], alike: int
-    ) -> list[Tree]:
+        self, rows: list[Row], configs: list[TreeConfig], chooser: Chooser, batch: int, context: int,
+        taken: list[int], alike: int,
+    ) -> list[Tree]:  # fmt: skip
         """Trees within the limits that the chooser sets, and of each as many nodes as pay.
 
-        The target pass to come has `batch` rows, and holds so many nodes of each (`taken`) whatever is chosen. Each
-        row that drafts stands for so many (`alike`), were all to draft.
+        The target pass to come has `batch` rows with up to `context` known tokens, and holds so many nodes of each
+        (`taken`) whatever is chosen. Each row that drafts stands for so many (`alike`), were all to draft.
         """
         began = time.perf_counter()
-        moods, context, number = [row.mood for row in rows], max(len(row.known) for row in rows), alike * len(rows)
+        moods, own, number = [row.mood for row in rows], max(len(row.known) for row in rows), alike * len(rows)
         resting = chooser.resting(moods[0], batch)
-        first, level = (chooser.costs.of(kind, number, context) for kind in ("first", "level"))
+        first, level = (chooser.costs.of(kind, number, own) for kind in ("first", "level"))
         limits = [chooser.limits(c, mood, batch, context) for c, mood in zip(configs, moods, strict=True)]
         width = max(limit.top_k for limit in limits)
         plain = chooser.pass_seconds(batch, context, taken, 0)[0]
@@ -297,7 +300,9 @@ class NgramDrafter:
             return self._lookup(row.known, config)
         tree = Tree.empty()
         assert chooser is not None
-        if not row.mood.rests():
+        if row.mood.rests():
+            row.mood.forget()
+        else:
             tree = self._lookup(row.known, dataclasses.replace(config, top_k=1))
         if len(tree) == 0:
             return tree

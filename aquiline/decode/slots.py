@@ -8,6 +8,7 @@ first token that differs. Running that one token again also brings back its aux,
 """
 
 import torch
+from torch import Tensor
 
 from aquiline.decode.drafter import Drafter, Row
 from aquiline.model.kv_cache import KVCache
@@ -21,7 +22,8 @@ class Slots:
     def __init__(self, cache: KVCache, drafter: Drafter | None, num_slots: int) -> None:
         self._cache, self._drafter, self._num_slots = cache, drafter, num_slots
         self._running: dict[int, Row] = {}  # by slot
-        self._ended: dict[int, list[int]] = {}  # what they know, by slot; the one that was of use longest ago first
+        # By slot, the one that was of use longest ago first: what they know, and the aux that the draft has not read.
+        self._ended: dict[int, tuple[list[int], list[Tensor]]] = {}
 
     def enter(self, row: Row, most: int, spare: int) -> int:
         """Give a row its slot, one of which does not run, and of its first `most` tokens those that are cached already;
@@ -29,6 +31,7 @@ class Slots:
         """
         source, shared = self._longest_shared(row, most)
         moves_in = source in self._ended and self._cache.lengths[source] - shared <= _SHORT
+        pending = self._pending(source)
         if source in self._ended:
             self._ended[source] = self._ended.pop(source)
         if moves_in:
@@ -45,7 +48,11 @@ class Slots:
         if moves_in:
             self._truncate(source, shared)
         elif shared:
-            self._copy(source, row, shared)
+            self._cache.copy(source, row.slot, shared)
+            if self._drafter is not None:
+                self._drafter.copy(source, row.slot, shared)
+        if self._drafter is not None and row.tree is not None:
+            row.pending_aux = _first(pending, shared - self._drafter.length(row.slot))
         return shared
 
     def leave(self, row: Row, *, keep: bool) -> None:
@@ -54,8 +61,9 @@ class Slots:
             return
         del self._running[row.slot]
         self._truncate(row.slot, len(row.known) - 1 if keep else 0)  # without what stood behind a stop
-        if self._cache.lengths[row.slot]:
-            self._ended[row.slot] = row.known
+        if have := self._cache.lengths[row.slot]:
+            unread = have - self._drafter.length(row.slot) if self._drafter is not None else 0
+            self._ended[row.slot] = row.known, _first(row.pending_aux, unread)
         row.slot, row.pending_aux = -1, []
 
     def shrink(self, spare: int) -> None:
@@ -73,32 +81,32 @@ class Slots:
 
     def _longest_shared(self, row: Row, most: int) -> tuple[int, int]:
         """(slot of the row that has most of use, how many tokens); (-1, 0) where none has any."""
-        known = {slot: other.known for slot, other in self._running.items()} | self._ended
+        known = {slot: other.known for slot, other in self._running.items()}
+        known |= {slot: of_ended for slot, (of_ended, _) in self._ended.items()}
         found = (-1, 0)
         for slot, tokens in known.items():
             have = self._cache.lengths[slot]
             if self._drafter is not None and row.tree is not None:
-                pending = self._running[slot].pending_aux if slot in self._running else []
-                have = min(have, self._drafter.length(slot) + sum(map(len, pending)))
+                have = min(have, self._drafter.length(slot) + sum(map(len, self._pending(slot))))
             shared = min(_shared(tokens, row.known) - 1, have, most)
             if shared > found[1]:
                 found = slot, shared
         return found
 
-    def _copy(self, source: int, row: Row, shared: int) -> None:
-        """Of a row that goes on, or may be of use again."""
-        self._cache.copy(source, row.slot, shared)
-        if self._drafter is None:
-            return
-        self._drafter.copy(source, row.slot, shared)
-        unread = shared - self._drafter.length(row.slot)
-        if row.tree is not None and unread > 0:
-            row.pending_aux = [torch.cat(self._running[source].pending_aux)[:unread]]
+    def _pending(self, slot: int) -> list[Tensor]:
+        """The aux of a row, of either kind, that the draft has not read."""
+        if slot in self._running:
+            return self._running[slot].pending_aux
+        return self._ended[slot][1] if slot in self._ended else []
 
     def _truncate(self, slot: int, length: int) -> None:
         self._cache.truncate(slot, min(length, self._cache.lengths[slot]))
         if self._drafter is not None:
             self._drafter.truncate(slot, length)
+
+
+def _first(parts: list[Tensor], count: int) -> list[Tensor]:
+    return [torch.cat(parts)[:count].clone()] if count > 0 and parts else []
 
 
 def _shared(a: list[int], b: list[int]) -> int:
