@@ -339,7 +339,7 @@ def load(
     says what does not fit.
     """
     settings = dict(template_kwargs or {})
-    _check_quantize(quantize, target)
+    _check_computed_here(quantize, exact, target)
     where = pick_device(device)
     kind = pick_dtype(dtype, target, where)
     name = checkpoint.target_name(target)
@@ -375,13 +375,16 @@ def _packed(target: Target, exact: bool) -> Target:
     return packed
 
 
-def _check_quantize(how: str | None, target: str | Path) -> None:
+def _check_computed_here(how: str | None, exact: bool, target: str | Path) -> None:
+    """Before anything is loaded: what only targets of our own forward can do."""
     check_quantize(how)
-    family = None if how is None or not (config := checkpoint.read_target_config(target)).structure else config.family
-    require(
-        family is None,
-        f"--quantize {how} is for targets of our own forward, and a {family} target runs as Transformers has it; a "
-        "folder that Transformers itself quantised runs as it is, without --quantize",
+    if not (how or exact) or not (config := checkpoint.read_target_config(target)).structure:
+        return
+    asked = f"--quantize {how}" if how else "--exact"
+    advice = "a folder that Transformers itself quantised runs as it is" if how else "in float32 passes differ least"
+    raise UserError(
+        f"{asked} is for targets of our own forward, and a {config.family} target runs as Transformers has it: leave "
+        f"it out; {advice}"
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aquiline.api import Model, load
-from aquiline.config import TreeConfig
+from aquiline.config import TreeConfig, require
 from aquiline.decode.engine import Engine, Request
 from aquiline.files.disk import read_json, write_json_atomic
 from aquiline.measure.evaluate import Rendered, machine, model_settings, render, versions
@@ -99,6 +99,7 @@ def main() -> None:
     given = parser.parse_args()
 
     models = {name: load(dtype=given.dtype, exact=name == "exact") for name in ("exact", "ordinary")}
+    require(not models["ordinary"].target.exact, "the kernel is exact by itself: AQUILINE_KERNEL=off leaves it out")
     asked = {task_name(path): read_prompts(path, given.limit) for path in given.files}
     prompts = [prompt for name, of_file in asked.items() for prompt in render(models["exact"], name, of_file)]
     prompts.sort(key=lambda prompt: len(prompt.ids))

@@ -35,6 +35,7 @@ def costs(target, level, load=False):
 
 
 CHEAP = ({1: 1.0, 64: 1.4}, {1: 0.05, 8: 0.05})
+TREE = TreeConfig(3, 3, 8)
 DEAR = ({1: 1.0, 64: 64.0}, {1: 0.5, 8: 1.0})
 
 
@@ -61,6 +62,12 @@ class TestPassCosts:
             made.observe(1, 0.5)
         assert made(1) == pytest.approx(0.5, abs=0.01)
         assert 0.5 < made(4) / four < 0.9  # all go with it a little
+
+    def test_a_few_rows_with_a_node_do_not_tell_what_a_plain_step_takes(self):
+        made = PassCosts({1: 1.0, 2: 2.0})
+        made.observe(1.25, 2.0)
+        assert made(1) == 1.0
+        assert made.points()[2] > 2.0
 
     def test_a_reading_far_off_moves_little_and_one_beyond_makes_a_point(self):
         made = PassCosts({1: 1.0, 2: 2.0})
@@ -320,7 +327,7 @@ class TestMood:
 
 class TestChooser:
     def test_a_level_is_worth_its_price_in_tokens_over_what_it_brings(self):
-        made, mood = Chooser(costs(*CHEAP)), Mood()
+        made, mood = Chooser(costs(*CHEAP)), Mood(trees=1)
         made.gains[4] = [0.5, 0.1, *[0.5] * 6]
 
         def worth():
@@ -333,6 +340,8 @@ class TestChooser:
         assert worth() == pytest.approx([0.3, 2.4, 12.0])
         assert made.worth(mood, 0.2, 0.05, 1, 1.0)[:3] == pytest.approx([0.3, 2.4, 2.4])  # gains of another batch size
         assert made.worth(mood, 0.2, 9.0, 1, 1.0)[0] == 0.9
+        mood.trees = 32  # one that may look far
+        assert made.worth(mood, 0.2, 9.0, 1, 1.0)[0] == 0.0
 
     def test_what_one_node_more_takes(self):
         known = costs({1: 1.0, 9: 2.6, 64: 2.6}, {1: 0.1})
@@ -484,6 +493,46 @@ def test_when_one_has_tried_for_all_and_it_pays_all_draft_again():
     for i in range(4):
         engine.submit(request([5, 6, 7 + i], tokens=30))
     assert [widths[:] for _ in range(5) if engine.step()] == [[], [], [], [1], [1, 4]]
+
+
+def test_a_pass_is_priced_as_one_of_all_rows_is_whoever_drafts():
+    target = tiny_target()
+    engine = ready(Engine(target, tiny_draft(target), 2), DEAR)
+    of, asked = engine.chooser.costs.of, []
+    engine.chooser.costs.of = lambda kind, batch, context: asked.append((kind, context)) or of(kind, batch, context)
+    engine.run([request([5, 6, 7], tokens=20), request(list(range(40)) * 2, None, 20)])
+    assert min(context for kind, context in asked if kind == "target") >= 23
+    assert {context > 80 for kind, context in asked if kind == "target"} == {True}
+    assert max(context for kind, context in asked if kind == "level") < 24
+
+
+def test_all_rows_of_a_batch_that_rests_forget_what_made_it_rest():
+    target = tiny_target()
+    engine = ready(Engine(target, tiny_draft(target), 4), DEAR)
+    for i in range(4):
+        engine.submit(request([5, 6, 7 + i], tokens=60))
+    engine.step()
+    moods = [row.mood for _, row in engine._running]
+    for mood in moods:
+        mood.expected, mood.accepted = 4.0, 0.0
+    engine.chooser.resting(moods[0], 4).resting = 50
+    for _ in range(50):
+        engine.step()
+    assert min(mood.trust for mood in moods) > 0.6
+
+
+def test_what_a_row_knows_is_of_use_to_the_next_turn_even_if_its_draft_never_read_it():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    engine = ready(Engine(target, draft, 2), DEAR)
+    first = [request(list(range(i, 60 + i)), tokens=8) for i in (0, 1)]
+    engine.run(first)
+    for done in first:
+        turn = [*done.prompt_ids, *done.output_ids, 5]
+        (next_one,) = engine.run([request(turn, TREE, tokens=20)])
+        assert next_one.reused_tokens == len(turn) - 3
+        (alone,) = Engine(target, draft).run([request(turn, TREE, tokens=20)])
+        assert (next_one.output_ids, next_one.cycle_lengths) == (alone.output_ids, alone.cycle_lengths)
 
 
 def test_behind_many_trees_a_plain_step_is_looked_at():

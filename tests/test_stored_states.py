@@ -198,7 +198,8 @@ def test_a_target_of_transformers_trains_the_same_head_as_from_answers(tmp_path,
     for run, seen in zip(runs, losses, strict=True):
         assert run.run(lambda p, seen=seen: seen.append(p.loss))
     assert len(losses[0]) > 2
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # updates make much of small gradients, so of rounding
 
 
 def test_what_was_captured_is_not_guessed(world, folder, tmp_path):

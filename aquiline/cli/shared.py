@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, UserError, check_quantize, require
+from aquiline.config import DEFAULT_TREE, Limits, SamplingConfig, TreeConfig, UserError, require
 
 if TYPE_CHECKING:
     from aquiline.api import Model
@@ -122,7 +122,6 @@ def load_model(
     quantize: str | None = None,
     exact: bool = False,
 ) -> "Model":
-    check_quantize(quantize)
     from aquiline import api
 
     model = api.load(

@@ -3,7 +3,7 @@
 Plain PyTorch always works, and is what trains. For decoding on a CPU the kernel takes over where a C++ compiler is
 there: it reads packed weights once per pass and makes a token's numbers independent of what else is in the pass.
 
-Shapes: M tokens of a pass (B rows of N), D width, L layers, G kv heads, E head width, O own tokens the mask speaks of.
+Shapes: B rows of N tokens, D width, L layers, G kv heads, E head width, O own tokens the mask speaks of.
 """
 
 import contextlib

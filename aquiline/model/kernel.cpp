@@ -53,8 +53,8 @@ struct Model {
 };
 
 struct Pass {
-  const void *residual, *embeds;                // [M, D]; embeds only for a draft layer
-  const int64_t* positions;                     // [M]
+  const void *residual, *embeds;                // [B * N, D]; embeds only for a draft layer
+  const int64_t* positions;                     // [B * N]
   const void *past_keys, *past_values;          // base of [L, slots, G, room, E]
   const int64_t* past_offsets;                  // per row: its slot's first element within a layer
   const int32_t* past_lengths;                  // per row
@@ -66,7 +66,7 @@ struct Pass {
   int32_t rows, tokens, own;                    // B, N, tokens the mask speaks of
   const int32_t* capture;                       // layers whose output goes to aux
   int32_t num_captured, threads;
-  void *aux, *feature, *last;                   // [M, captured * D], [M, D] (the last layer's output), [M, D]
+  void *aux, *feature, *last;                   // [B * N, captured * D], [B * N, D] (the last layer's output), the same
 };
 
 // A draft's trees behind its last real rows, of which those not read yet come first. Of a row's tree, at `room` times the
@@ -486,15 +486,15 @@ struct Runner {
   int64_t M, D, H, G, E, group;
   bool tiles, draft;
   const T *entering, *embeds;  // [B * N, D]
-  std::vector<int64_t> first, place;  // of a row its first token, with M behind them; of a token its place among B * N
+  std::vector<int64_t> first, place;  // of a row its first token; of a token its place among B * N
   std::vector<float> residual, qkv, cos, sin;  // cos, sin: [M, E / 2]
   Inputs x, attended, inner;
   std::vector<Scratch> scratch;
   Meeting meeting;
 
   Runner(const Model& model, const Pass& pass)
-      : m(model), p(pass), M(std::accumulate(pass.counts, pass.counts + pass.rows, int64_t(0))), D(model.width), H(model.heads), G(model.kv_heads),
-        E(model.head_dim), group(H / G), tiles(tiles_granted && model.tiles && model.bf16_weights),
+      : m(model), p(pass), M(std::accumulate(pass.counts, pass.counts + pass.rows, int64_t(0))), D(model.width),
+        H(model.heads), G(model.kv_heads), E(model.head_dim), group(H / G), tiles(tiles_granted && model.tiles && model.bf16_weights),
         draft(model.layers[0].feature_norm != nullptr), entering(static_cast<const T*>(p.residual)),
         embeds(static_cast<const T*>(p.embeds)), residual(size_t(M * D)),
         qkv(size_t(M * (H + 2 * G) * E)), cos(size_t(M * E / 2)), sin(size_t(M * E / 2)),

@@ -79,7 +79,7 @@ class Target(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's rows `[V, D]`; not available of an untied head once packed."""
+        """The head's rows `[V, D]`; not available of an untied head once packed or quantised."""
         raise NotImplementedError
 
     def head_rows(self, ids: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ class LlamaTarget(Target):
         if not self._exact:
             return super().logits(last)
         if self._quantised_head is not None:
-            return by_rows(self._quantised_head.linear, last)
+            return self._quantised_head.linear(last)  # its products are exact
         weight = self.head_weight.float()
         return by_rows(lambda x: nn.functional.linear(x.float(), weight), last)
 
