@@ -292,7 +292,8 @@ class Engine:
 
     def _prefill(self) -> list[Request]:
         """Run a limited number of tokens that are known but not cached, those of the oldest request first. So those
-        that are further on wait for a part of a long prompt, not for all of it. Requests join as long as some are left.
+        that are further on wait for a part of a long prompt, not for all of it. Requests join as long as some are left,
+        or until one has its first token, which is not to wait for the prompts of others.
         """
         touched: list[Request] = []
         left = PREFILL_CHUNK
@@ -309,6 +310,8 @@ class Engine:
                 request.first_token_at = time.perf_counter()
                 self._emit(request, row, first)
                 touched.append(request)
+                if PREFILL_CHUNK - left >= PREFILL_CHUNK // 8:  # short ones are not worth a cycle each
+                    break
         return touched
 
     def _missing(self, request: Request, row: Row) -> int:
