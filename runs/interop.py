@@ -5,11 +5,12 @@
 Every engine gets an environment of its own below --work, from PyPI, where it is not there yet (gigabytes; llama.cpp is
 compiled), and our export: the target by export-target, the head by convert. All decode the same token ids greedily,
 with a chain of four, one prompt after another. In float32 on both sides the text must be that of `aquiline --tree
-4:1:4`, token for token but for near ties, and the tokens per target pass within 1 %; else the exit code is 1. bfloat16
-is reported beside it. Times are kept only from a machine that did nothing else.
+4:1:4`, token for token but for near ties, and the tokens per target pass within 1 %, and all that was asked for must
+run; else the exit code is 1. What ran is written, if anything did. bfloat16 is reported beside it. Times are kept only
+from a machine that did nothing else.
 
 Besides: heads made by speculators' and SpecForge's own classes are computed here, vLLM's own parser reads what
-`serve-command` prints, and SGLang's own model code, which wants CUDA, runs over plain layers. What cannot run is named.
+`serve-command` prints, and SGLang's own model code, which wants CUDA, runs over plain layers.
 """
 
 import argparse
@@ -35,7 +36,8 @@ DTYPES = ("float32", "bfloat16")
 TIMED = ("bfloat16",)  # in which the others decode plainly, too: in float32 that would take longest, and prove nothing
 DECODING = ("vllm", "openvino", "llamacpp")
 DEFINITIONS = {
-    "equal": "prompts whose token ids are those of aquiline with the same chain and dtype",
+    "equal": "prompts whose token ids are those of aquiline with the same chain and dtype; of aquiline itself, those "
+    "of its plain decoding",
     "parted": "the others: position is the first generated token that differs, gap the difference of the target's two "
     "largest float32 logits there; below tie it is rounding that decides",
     "accepted": "tokens behind the first / target passes behind the first, over all prompts; accepted_here: "
@@ -61,7 +63,8 @@ def main() -> None:
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="only this (both)")
     given = parser.parse_args()
     record = prove(given, Path(given.work).resolve())
-    write_json_atomic(given.out, record)
+    if record["engines"]:  # else it would replace one that has some
+        write_json_atomic(given.out, record)
     print(table(record))
     sys.exit(1 if record["faults"] else 0)
 
@@ -122,7 +125,7 @@ def prove(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         attempt("trainers", lambda: trainers(pythons["trainers"]))
     if "sglang" in names:
         attempt("sglang", lambda: sglang_sources(work, settings))
-    here = {dtype: row(plain, chain, plain, model, asked) for dtype, (plain, chain) in ours.items()}
+    here = {dtype: own_row(plain, chain, model, asked) for dtype, (plain, chain) in ours.items()}
     record: dict[str, Any] = {
         "aquiline": {"version": versions()["aquiline"]} | here,
         "engines": engines,
@@ -167,13 +170,18 @@ def row(
     }
 
 
+def own_row(plain: list[Answer], chain: list[Answer], model: Model, asked: list[list[int]]) -> dict[str, Any]:
+    """aquiline itself: its texts beside those of its plain decoding."""
+    return row(plain, chain, plain, model, asked) | {"accepted_here": accepted(chain)}
+
+
 def accepted(done: Sequence[Answer]) -> float:
     return sum(len(a["ids"]) - 1 for a in done) / sum(a["steps"] for a in done)
 
 
 def faults(record: dict[str, Any]) -> list[str]:
     """What is not as it should be, in words."""
-    found = []
+    found = [f"{name} did not run to its end: {why}" for name, why in record["missing"].items()]
     for name in DECODING:
         rows = record["engines"].get(name, {}).get("float32")
         if rows is None:
@@ -211,7 +219,6 @@ def table(record: dict[str, Any]) -> str:
             lines.append(f"| {name} | {rows['version']} | {dtype} | {equal} | {there} | {times} |")
     others = {k: v for k, v in record["engines"].items() if k not in DECODING}
     lines += ["", *(f"- {name}: {what}" for name, what in others.items())]
-    lines += [f"- missing: {name}: {why}" for name, why in record["missing"].items()]
     return "\n".join([*lines, *(f"- FAULT: {fault}" for fault in record["faults"])])
 
 

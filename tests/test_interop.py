@@ -32,7 +32,7 @@ def rows(**changes):
 
 
 def record(**engines):
-    return {"aquiline": {"version": "1", "float32": rows()}, "engines": engines, "missing": {"openvino": "no wheel"}}
+    return {"aquiline": {"version": "1", "float32": rows()}, "engines": engines, "missing": {}}
 
 
 def test_a_row_counts_equal_texts_and_passes(folders):  # noqa: F811
@@ -52,6 +52,7 @@ def test_a_row_counts_equal_texts_and_passes(folders):  # noqa: F811
     unasked = SCRIPT["row"](None, chain, plain, model, [prompt, prompt])
     gone = {"equal_to_its_plain": None, "plain_tokens_per_second": None}
     assert unasked == found | gone
+    assert SCRIPT["own_row"](plain, chain, model, [prompt, prompt]) == found | {"accepted_here": found["accepted"]}
 
 
 def test_what_is_a_fault():
@@ -80,12 +81,26 @@ def test_what_is_a_fault():
         assert faults(record(sglang=copy.deepcopy(good) | {key: bad})), key
 
 
+@pytest.mark.parametrize("engines", [{}, {"vllm": {"version": "0", "float32": rows()}}])
+def test_what_was_asked_for_and_did_not_run_is_a_fault(tmp_path, monkeypatch, capsys, engines):
+    main, out = SCRIPT["main"], tmp_path / "record.json"
+    out.write_text("of an earlier run")
+    found = record(**engines) | {"missing": {"openvino": "no wheel"}}
+    found |= {"faults": SCRIPT["faults"](found)}
+    monkeypatch.setitem(main.__globals__, "prove", lambda given, work: found)
+    monkeypatch.setattr(sys, "argv", ["interop.py", str(out), "prompts.jsonl"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "- FAULT: openvino did not run to its end: no wheel" in capsys.readouterr().out
+    assert ("earlier" in out.read_text()) == (not engines)  # nothing replaces no record
+
+
 def test_the_table():
     found = record(vllm={"version": "0.32", "float32": rows(accepted=1.598)}, sglang={"ran": "its loader"})
     text = SCRIPT["table"](found | {"faults": ["vllm: late"]})
     assert "| vllm | 0.32 | float32 | 20 of 20 | 1.598 | 1.600 | 50.0 | - |" in text
     assert "- sglang: {'ran': 'its loader'}" in text
-    assert "- missing: openvino: no wheel" in text
     assert "- FAULT: vllm: late" in text
 
 
