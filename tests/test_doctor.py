@@ -17,7 +17,7 @@ from aquiline.config import AquilineWarning, DoctorConfig, UserError
 from aquiline.data.dataset import Document
 from aquiline.files import checkpoint, convert
 from aquiline.measure import doctor, replies
-from aquiline.measure.findings import from_parts, from_positions, from_system, from_trials, idle_parts
+from aquiline.measure.findings import from_parts, from_positions, from_system, from_trials, idle_parts, undertrained
 from aquiline.measure.judge import STEPS, Gain, Judged, OtherMap, best_other_map, judge
 from aquiline.measure.symptoms import Cause, random_looking, refusal, spike
 from aquiline.measure.tasks import Prompt, read_prompts
@@ -322,26 +322,71 @@ def test_other_readings_of_the_map(rows, certain):
 
 def test_of_two_better_ways_only_the_best_is_certain():
     def gain(accepted):
-        return Gain(accepted, 6.0, 0.5, 9.0, 40)
+        return Gain(accepted, 6.0, 0.5, 9.0, 40, accepted / 2)
 
     tried = [(Trial("a", "", ""), gain(0.29)), (Trial("b", "", ""), gain(0.3)), (Trial("b", "", ""), gain(0.2))]
     tried.append((Trial("c", "", ""), gain(0.01)))
     found = [(c.id, c.certain) for c in from_trials(tried, broken=False, right=0.5)]
     assert found == [("a", False), ("b", True), ("b", True)]
-    useless = from_trials(tried, broken=False, right=-0.01)  # whatever is changed
+    useless = from_trials(tried, broken=False, right=0.04)  # whatever is changed: 0.15 more of them
     assert not any(cause.certain for cause in useless)
+    tried[1] = (tried[1][0], dataclasses.replace(gain(0.3), first_right=0.2))
+    found = [c.id for c in from_trials(tried, broken=False, right=0.0) if c.certain]
+    assert found == ["b"]
     assert not list(from_trials([(t, dataclasses.replace(g, blocks=4)) for t, g in tried], broken=False, right=0.5))
 
 
+def test_a_gain_at_the_first_depth_and_over_two():
+    """The first drafted token becomes right in half of the rows, the second behind it in an eighth."""
+    rows, ids = 32, torch.arange(34)
+    none = torch.zeros(2, 34, dtype=torch.bool)
+    valid = torch.arange(34).expand(2, -1) < rows
+    better = torch.stack((ids % 2 == 0, ids % 8 < 2)) & valid
+    here, other = (Judged(right, valid, none.int(), torch.zeros(2, 34), 0.5) for right in (none, better))
+    gain = Gain.of(here, other, [Document(ids.int(), ids > 0, True, "", "")], valid[0])
+    assert (gain.first_right, gain.accepted, gain.blocks) == (0.5, 0.625, 2)
+
+
 def test_another_target_is_certain_only_where_nothing_else_is():
-    draft, parts = tiny_draft(tiny_target()), {"fc": Gain(-1.0, -9.0, -1.0, -9.0, 40)}
+    draft, parts = tiny_draft(tiny_target()), {"fc": Gain(-1.0, -9.0, -1.0, -9.0, 40, -0.5)}
     for causes, certain in (([], [("target_mismatch", True)]), ([Cause("rope_base", True, "", "")], [])):
         found = from_parts(draft, {}, parts, causes, hopeless=True, right_target=False)
         assert [(c.id, c.certain) for c in found] == certain
 
 
+@pytest.mark.parametrize(
+    ("nats", "z", "blocks", "hopeless", "certain"),
+    [
+        (-0.05, -1.8, 12, False, False),  # too few to show what it is worth
+        (-0.05, -1.8, 60, False, False),
+        (0.0, 0.0, 39, False, False),
+        (-0.01, -1.0, 40, False, True),
+        (-0.05, -1.8, 12, True, True),  # and nothing that it drafts is accepted
+        (-0.05, -2.2, 60, True, None),
+    ],
+)
+def test_what_does_not_show_is_not_therefore_nothing(nats, z, blocks, hopeless, certain):
+    draft = tiny_draft(tiny_target())
+    parts = {"fc": Gain(0.0, 0.0, nats, z, blocks, 0.0), "mlp": Gain(-1.0, -9.0, -1.0, -9.0, blocks, -0.5)}
+    mismatch = from_parts(draft, {}, parts, [], hopeless=hopeless, right_target=False)
+    found = [c for c in mismatch if "states" in c.evidence]
+    assert [(c.id, c.certain) for c in found] == ([] if certain is None else [("target_mismatch", certain)])
+    looks_random = from_parts(draft, {"fc": ["fc.weight"]}, parts, [], hopeless=hopeless, right_target=True)
+    assert [(c.id, c.certain) for c in looks_random] == [("fc", bool(certain))]
+
+
+def test_undertrained_is_what_no_trial_makes_better():
+    tried = [(Trial("a", "", ""), Gain(0.1, 3.0, 0.5, 9.0, 40, more)) for more in (-0.04, 0.05)]
+    assert [c.evidence for c in undertrained(0.2, tried)] == [
+        "20% of the first drafted tokens are right, and in no trial more than 25%"
+    ]
+    assert [c.evidence[-3:] for c in undertrained(0.2, tried[:1])] == ["20%"]
+    assert not list(undertrained(0.26, tried))
+
+
 def test_without_rows_no_part_is_idle():
-    assert idle_parts({"fc": Gain(0.0, 0.0, 0.0, 0.0, 1), "mlp": Gain(0.0, 0.0, 0.0, 0.0, 12)}) == {"mlp"}
+    nothing = Gain(0.0, 0.0, 0.0, 0.0, 12, 0.0)
+    assert idle_parts({"fc": dataclasses.replace(nothing, blocks=1), "mlp": nothing}) == {"mlp"}
 
 
 @pytest.mark.parametrize(("layers", "orders"), [((1, 3), 1), ((1, 3, 4), 5), ((0, 1, 3, 4), 7), ((0, 1, 2, 3, 4), 11)])

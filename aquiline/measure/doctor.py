@@ -52,7 +52,6 @@ from aquiline.model.target import Target
 
 _HOPELESS = 0.15  # share of first drafted tokens that are right, below which no part of a head can show its worth
 _JUDGED_COVERAGE = 0.3  # of what the target writes, below which a head is not to be judged at all
-_POOR = 0.3  # the same, of a head that is of little use
 DEFINITIONS = {
     "tau": "tokens emitted per cycle of a chain (figures.tree) over the target's greedy replies, by the walk that "
     "equals chain decoding; the floor is 1",
@@ -64,8 +63,8 @@ DEFINITIONS = {
     "misses_outside_vocabulary": "share of the wrong first drafted tokens for which the right one cannot be proposed",
     "by_position": "by the position at which a cycle begins",
     "trials": "one thing made otherwise, on the same rows (template, system_prompt: the same replies behind other "
-    "prompts): accepted, more tokens of two drafted; nats, how much likelier the written tokens of two steps are; _z, "
-    "over the standard error, from means of blocks of 16 rows",
+    "prompts): accepted, more tokens of two drafted; first_right, more of that share; nats, how much likelier the "
+    "written tokens of two steps are; _z, over the standard error, from means of blocks of 16 rows",
     "certain": "no such gain, or no such tensor, is found in a healthy head",
 }
 _EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)  # of positions
@@ -203,8 +202,8 @@ def examine(pair: Pair, answers: Answers, with_system: Answers | None = None) ->
         for named in from_templates(others):  # strange prompts make a head strange: what gains less may come of them
             causes = [dataclasses.replace(c, certain=c.certain and c.weight > named.weight) for c in causes]
             causes.append(named)
-    if not any(c.certain for c in causes) and first_right < _POOR:
-        causes.append(undertrained(first_right))
+    if not any(c.certain for c in causes):
+        causes += undertrained(first_right, tried)
     if any(c.certain for c in pair.causes):  # what is seen beside it may come of it
         causes = [c if c in pair.causes else dataclasses.replace(c, certain=False) for c in causes]
     return Examination(ranked(causes), figures, tried)

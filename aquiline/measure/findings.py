@@ -16,7 +16,10 @@ from aquiline.model.target import Target
 
 _ROWS = 128  # rows of full-vocabulary logits at a time
 _CLEAR = 0.1  # a gain in accepted tokens, of two drafted, that no accident explains
-_OF_USE = 0.3  # share of first drafted tokens that are right in a head without a fault, however little it was trained
+# Shares of first drafted tokens that are right:
+_OF_USE = 0.3  # in a head without a fault, however little it was trained
+_MUCH = 0.2  # a gain that no other fault leaves room for
+_POOR = 0.3  # below which a head is of little use
 _NOT_TRAINED = "the file does not hold what was trained: export the head again"
 _OTHER_TARGET = "give the target that the head was trained for, in the same quantisation, or train a head for this one"
 _SHADOW = 1 / 3  # of the best trial's gain: what gains less is an effect of the same fault
@@ -46,7 +49,7 @@ def from_trials(tried: Sequence[tuple[Trial, Gain]], *, broken: bool, right: flo
                 f"(z {gain.nats_z:.1f})"
             )
             certain = gain.certain and gain.accepted >= needed and trial.id == first.id
-            certain = certain and right + gain.accepted >= _OF_USE
+            certain = certain and (right + gain.first_right >= _OF_USE or gain.first_right >= _MUCH)
             yield Cause(trial.id, certain, evidence, trial.advice, gain.accepted)
 
 
@@ -99,9 +102,10 @@ def from_parts(
             yield Cause("untrained", True, evidence, "train the head: this is what one starts as", 0.1)
         random = {}
     idle = idle_parts(parts)
+    worthless = {part for part in idle if hopeless or parts[part].worthless}
     for part, names in random.items():
         evidence = f"{', '.join(names)} cannot be told from random numbers"
-        sure = part in idle and not explained
+        sure = part in worthless and not explained
         yield Cause(part, sure, evidence, _NOT_TRAINED, 0.6 if part in idle else 0.25)
     some = idle if len(idle) < len(parts) else set()
     for part in sorted(some - {"fc"}):
@@ -118,8 +122,8 @@ def from_parts(
         yield Cause("fc", False, evidence, _NOT_TRAINED, 0.7)
     else:
         evidence += ": these are not the states that it was trained on"
-        # Where it says itself that they are another target's, nothing is left to doubt.
-        yield Cause("target_mismatch", right_target is False, evidence, _OTHER_TARGET, 0.7)
+        # It may say itself that they are another target's: a fine-tuned one's are often still worth something.
+        yield Cause("target_mismatch", right_target is False and "fc" in worthless, evidence, _OTHER_TARGET, 0.7)
 
 
 def from_coverage(figures: Mapping[str, Any]) -> Iterator[Cause]:
@@ -214,7 +218,10 @@ def from_templates(tried: Sequence[tuple[Trial, Gain]]) -> Iterator[Cause]:
         yield Cause(trial.id, False, evidence, trial.advice, gain.accepted)
 
 
-def undertrained(first_right: float) -> Cause:
-    evidence = f"{first_right:.0%} of the first drafted tokens are right, and nothing that was made otherwise helps"
-    advice = "train it longer, on more answers of this very target to prompts like those it will be asked"
-    return Cause("undertrained", False, evidence, advice, 0.02)
+def undertrained(first_right: float, tried: Sequence[tuple[Trial, Gain]]) -> Iterator[Cause]:
+    """A head of little use, and of little in every trial."""
+    most = first_right + max([0.0, *(gain.first_right for _, gain in tried)])
+    if most < _POOR:
+        evidence = f"{first_right:.0%} of the first drafted tokens are right, and in no trial more than {most:.0%}"
+        advice = "train it longer, on more answers of this very target to prompts like those it will be asked"
+        yield Cause("undertrained", False, evidence, advice, 0.02)

@@ -25,6 +25,7 @@ TRIAL_STEPS = 2  # of a trial: the second is the first that reads a feature fed 
 _FLOOR = -15.0  # no token counts as less likely, in log-probability: one wild guess would outweigh a hundred
 _BLOCK = 16  # tokens: neighbours are not independent, so means are compared over blocks
 _FEW_BLOCKS = 12  # tell nothing for certain
+_MANY_BLOCKS = 40  # so many that what does not show in them is small
 ENOUGH = _FEW_BLOCKS * _BLOCK  # rows
 _ROWS = 256  # rows of logits at a time
 
@@ -130,6 +131,7 @@ class Gain:
     nats: float
     nats_z: float
     blocks: int
+    first_right: float  # share of first drafted tokens, of `accepted`
 
     @property
     def certain(self) -> bool:
@@ -146,13 +148,19 @@ class Gain:
         """Without a part: of enough rows, none is worse for it."""
         return self.nats_z > -2 and self.accepted_z > -2 and self.blocks >= _FEW_BLOCKS
 
+    @property
+    def worthless(self) -> bool:
+        """Without a part: not only does no loss show, but what may have been lost is next to nothing."""
+        return self.no_loss and self.nats > -0.02 and self.blocks >= _MANY_BLOCKS
+
     @staticmethod
     def of(here: Judged, other: Judged, documents: Sequence[Document], rows_T: Tensor) -> "Gain":
         """Of `other` over `here`, on these rows."""
         accepted, z, blocks = _mean(_per_row(other) - _per_row(here), rows_T, documents)
         more = other.likely_KT[:TRIAL_STEPS].sum(0) - here.likely_KT[:TRIAL_STEPS].sum(0)
         nats, nats_z, _ = _mean(more, rows_T, documents)
-        return Gain(accepted, z, nats, nats_z, blocks)
+        first_right, _, _ = _mean(other.right_KT[0].float() - here.right_KT[0].float(), rows_T, documents)
+        return Gain(accepted, z, nats, nats_z, blocks, first_right)
 
 
 def block_means(of_T: Tensor, rows_T: Tensor, documents: Sequence[Document]) -> Tensor:
