@@ -135,8 +135,13 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def test_the_doctor_finds_it_healthy(bench):
-    assert bench.examine(bench.look(checkpoint.draft_path("default"))) == []
+@pytest.mark.parametrize("name", SCRIPT["HEALTHY"])
+def test_the_doctor_finds_it_healthy(bench, tmp_path, name):
+    """Of a stranger: behind other prompts, too."""
+    head = SCRIPT["write"](checkpoint.draft_path("default"), tmp_path / "head", SCRIPT["HEALTHY"][name], torch.empty(0))
+    found = doctor.examine(bench.look(head), bench.answers)
+    assert found.causes == []
+    assert ("template" in {trial.id for trial, _ in found.tried}) == (name == "of a stranger")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
