@@ -361,6 +361,7 @@ def test_another_target_is_certain_only_where_nothing_else_is():
         (-0.05, -1.8, 60, False, False),
         (0.0, 0.0, 39, False, False),
         (-0.01, -1.0, 40, False, True),
+        (0.05, 3.0, 12, False, True),  # it does harm
         (-0.05, -1.8, 12, True, True),  # and nothing that it drafts is accepted
         (-0.05, -2.2, 60, True, None),
     ],

@@ -150,8 +150,8 @@ class Gain:
 
     @property
     def worthless(self) -> bool:
-        """Without a part: not only does no loss show, but what may have been lost is next to nothing."""
-        return self.no_loss and self.nats > -0.02 and self.blocks >= _MANY_BLOCKS
+        """Without a part: no loss shows, and a gain does, or what may have been lost is next to nothing."""
+        return self.no_loss and (self.nats_z >= 3 or (self.nats > -0.02 and self.blocks >= _MANY_BLOCKS))
 
     @staticmethod
     def of(here: Judged, other: Judged, documents: Sequence[Document], rows_T: Tensor) -> "Gain":
