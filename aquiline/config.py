@@ -480,6 +480,11 @@ class ServeConfig:
         require(self.timeout > 0, f"timeout {self.timeout:g} must be above 0 seconds")
         require(self.patience > 0, f"patience {self.patience:g} must be above 0 seconds")
 
+    @property
+    def is_local(self) -> bool:
+        """Nobody on another machine can call it."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
 
 @dataclass(frozen=True)
 class DoctorConfig:

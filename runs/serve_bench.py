@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,8 +162,10 @@ def another(url: str, command: list[str]) -> Iterator[Endpoint]:
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 process.wait()
+            with suppress(ProcessLookupError):  # what it started and has not ended itself
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for(url: str, process: "subprocess.Popen[bytes] | None" = None) -> str:

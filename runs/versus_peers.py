@@ -108,15 +108,15 @@ class Peer:
 
 
 @contextlib.contextmanager
-def adopting() -> Iterator[None]:
+def adopting(seconds: float = 10.0) -> Iterator[None]:
     """Whoever a peer has started and not waited for is waited for by us, once the peers have ended: else what it has
-    computed counts as others'.
+    computed counts as others'. No longer than `seconds`: some never end.
     """
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        end = time.monotonic() + 10
+        end = time.monotonic() + seconds
         with contextlib.suppress(ChildProcessError):  # none is left
             while time.monotonic() < end:
                 if os.waitpid(-1, os.WNOHANG) == (0, 0):

@@ -1,6 +1,7 @@
 """A server in a thread of the tests, and ways to hold its engine still."""
 
 import contextlib
+import gc
 import json
 import socket
 import threading
@@ -12,7 +13,14 @@ import openai
 
 from aquiline.api import Model
 from aquiline.config import ServeConfig
+from aquiline.data.chat import StopMatcher
+from aquiline.decode.engine import Request
 from aquiline.serve import server
+from aquiline.serve.answers import Answer
+from aquiline.serve.asked import Asked
+from aquiline.serve.loop import Job, Step
+from aquiline.serve.reply import Reply
+from aquiline.serve.schema import ChatBody
 
 WAIT = 300.0  # seconds, for what takes far less, on a machine that does much else
 
@@ -29,6 +37,16 @@ class Served:
     @property
     def address(self) -> str:
         return "{}:{}".format(*self.listening.getsockname()[:2])
+
+    def connect(self, *, small: bool = False) -> socket.socket:
+        """A bare connection. `small`: it, and whatever is accepted from now on, has hardly a buffer."""
+        connection = socket.socket()
+        if small:
+            self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those accepted there have it, too
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.settimeout(WAIT)
+        connection.connect(self.listening.getsockname())
+        return connection
 
     def client(self, **settings) -> openai.OpenAI:
         return openai.OpenAI(**self._where(settings))
@@ -108,12 +126,18 @@ def idle(service) -> bool:
     return not kept and service.places.taken == 0
 
 
+def of_calls() -> int:
+    """Things of any call that there are."""
+    gc.collect()
+    kinds = {Request, Job, Step, Asked, Answer, Reply, ChatBody, StopMatcher}
+    return sum(type(thing) in kinds for thing in gc.get_objects())
+
+
 class Leaver:
     """A client that sends a call and, when it is told to, hangs up."""
 
     def __init__(self, served: Served, body: dict) -> None:
-        host, port = served.address.split(":")
-        self._connection = socket.create_connection((host, int(port)), timeout=WAIT)
+        self._connection = served.connect()
         data = json.dumps(body).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         self._connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)

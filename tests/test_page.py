@@ -3,6 +3,7 @@
 Skipped where there is no browser; `make browser-test` installs one, and then nothing is skipped.
 """
 
+import itertools
 import json
 import os
 import re
@@ -328,6 +329,28 @@ def test_what_others_store_here_is_not_looked_at(window, scripted):
     assert scripted.keys == [None]
 
 
+def test_settings_that_cannot_be_read_or_kept_do_not_stop_the_page(window, scripted):
+    window.open(scripted.url)
+    for text in ("null", "3", "{", '{"temperature": null}', '[["seed", 7]]'):
+        window.run("localStorage.aquiline = arguments[0]", text)
+        window.driver.refresh()
+        window.wait(lambda: window.text("#model") == "tiny")
+        assert window.run("return document.querySelector('[name=temperature]').value") == "0"
+    window.run(
+        "localStorage.clear();"
+        "for (let size = 2 ** 23, i = 0; size >= 1; i++)"
+        "  try { localStorage[i] = 'x'.repeat(size); } catch { size = Math.floor(size / 2); }"
+    )
+    window.driver.refresh()
+    window.wait(lambda: window.text("#model") == "tiny")
+    assert window.run("return localStorage.aquiline ?? null") is None  # there was no room for it
+    scripted.answers += [stream(chunk(("fine", 0)))]
+    ask(window, "hi")
+    ended(window)
+    assert window.text(REPLY) == "fine"
+    window.run("localStorage.clear()")
+
+
 def test_a_busy_server_is_told_of_and_tried_again(window, scripted):
     scripted.answers += [(429, {"error": {"message": "full"}}, {"Retry-After": 7}), stream(chunk(("fine", 0)))]
     window.open(scripted.url)
@@ -380,7 +403,9 @@ def test_a_race_says_where_texts_part_and_asks_three_times(window, scripted, oth
     window.open(scripted.url)
     ask(window, "hi", "#race")
     ended(window)
-    assert f"differ from token {place} on" in window.text(".verdict")
+    assert window.text(".verdict") == (
+        f"The texts differ from token {place} on. Nothing was drafted: both ran plainly."
+    )
     warm, plain, fast = scripted.bodies
     assert (warm["max_tokens"], warm["speculative"], plain["speculative"], fast["speculative"]) == (
         8,
@@ -433,7 +458,9 @@ def test_keys_settings_and_copy(window, scripted):
 
 
 def test_nothing_moves_while_a_reply_streams(window, scripted):
-    scripted.answers += [[*slowly(0.005, 60), usage(60), "[DONE]"]]
+    watched, chunks = threading.Event(), slowly(0.005, 60)
+    first = itertools.islice(chunks, 1)
+    scripted.answers += [itertools.chain(first, waits_for(watched, chunks), [usage(60), "[DONE]"])]
     window.open(scripted.url)
     ask(window, "hi")
     window.wait(lambda: window.text(REPLY))
@@ -441,7 +468,9 @@ def test_nothing_moves_while_a_reply_streams(window, scripted):
         "window.moved = 0; new PerformanceObserver((list) => list.getEntries().forEach((e) => (moved += e.value)))"
         ".observe({type: 'layout-shift'})"
     )
+    watched.set()
     ended(window)
+    assert window.text("#count") == "60"
     assert window.run("return moved") < 0.005
 
 

@@ -11,15 +11,13 @@ from types import SimpleNamespace
 import openai
 import pytest
 
-from aquiline.data.chat import StopMatcher
 from aquiline.decode.engine import Request
-from aquiline.serve.answers import Answer
-from aquiline.serve.asked import Asked
+from aquiline.serve.asked import asked
 from aquiline.serve.errors import Refused
-from aquiline.serve.loop import EngineLoop, Job, Step
+from aquiline.serve.loop import EngineLoop, Step
 from aquiline.serve.reply import Places, Reply, written
-from aquiline.serve.schema import ChatBody
-from tests.serving import WAIT, Gate, idle, in_thread, serving, taken, until
+from aquiline.serve.schema import CompletionBody
+from tests.serving import WAIT, Gate, idle, in_thread, of_calls, serving, taken, until
 from tests.test_api import END, folders, load  # noqa: F401 (a fixture)
 from tests.test_serve import GREEDY, HI, ask, error_of, no_cache, post, text_of  # noqa: F401 (a fixture)
 from tests.tiny_chat import user
@@ -190,6 +188,29 @@ def test_who_still_waits_when_the_loop_ends_is_told(folders, no_cache):  # noqa:
         assert running.service.places.taken == 0
 
 
+def test_the_replies_of_a_prompt_share_its_ids(quick):
+    body = CompletionBody(prompt=[[1, 2], [3]], n=3)
+    requests = asked(quick.service.model, quick.service.loop.engine, None, body).requests
+    assert [request.prompt_ids for request in requests] == [[1, 2]] * 3 + [[3]] * 3
+    assert len({id(request.prompt_ids) for request in requests}) == 2
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_call_for_more_than_may_be_kept_is_refused(quick, monkeypatch, field):
+    monkeypatch.setattr("aquiline.serve.asked.MOST_KEPT", 4 * 5 * 3)
+    body = {"messages": HI, "n": 4, field: 5, "logprobs": True, "top_logprobs": 2}
+    assert post(quick, body)[0] == 200
+    for more in ({"n": 5}, {field: 6}, {"top_logprobs": 3}):
+        status, error = error_of(quick, body | more)
+        assert (status, error["param"]) == (400, field)
+        assert "more than the 60 tokens that are kept for one call" in error["message"]
+    texts = {"prompt": ["a", "b"], "n": 2, "max_tokens": 15}
+    assert post(quick, texts, "/v1/completions")[0] == 200
+    assert error_of(quick, texts | {"logprobs": 1}, "/v1/completions")[1]["param"] == "max_tokens"
+    monkeypatch.setattr("aquiline.serve.asked.MOST_KEPT", quick.service.loop.engine.context)
+    assert post(quick, {"messages": HI})[0] == 200  # what has no room in the context does not count
+
+
 def holders(text: str) -> list[str]:
     """What there is, beside `text` itself, of strings and bytes that hold it: the types that refer to them."""
     gc.collect()
@@ -200,13 +221,6 @@ def holders(text: str) -> list[str]:
             if held or (type(part) is str and part is not text and text in part):
                 found.append(type(thing).__name__)
     return found
-
-
-def of_calls() -> int:
-    """Things of any call that there are."""
-    gc.collect()
-    kinds = {Request, Job, Step, Asked, Answer, Reply, ChatBody, StopMatcher}
-    return sum(type(thing) in kinds for thing in gc.get_objects())
 
 
 def test_a_stream_keeps_nothing_once_it_has_ended(quick):
@@ -231,7 +245,7 @@ def test_a_stream_keeps_nothing_once_it_has_ended(quick):
     until(lambda: idle(quick.service))
     assert quick.server.server_state.connections  # its own, which may be used again
     del running, gate
-    until(lambda: of_calls() == before)
+    until(lambda: of_calls() <= before)
     assert holders(asked) == holders(text) == []
     connection.close()
 

@@ -454,6 +454,8 @@ REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": in_form({"type": "frog"})}, "response_format"),
     ({"chat_template_kwargs": {"unknown": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}, "messages": [user("a"), assistant("b")]}, "messages"),

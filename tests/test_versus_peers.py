@@ -6,6 +6,7 @@ The other engines are played by a script; aquiline and Transformers are real, on
 import json
 import math
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from aquiline.config import BenchConfig, UserError
 from aquiline.files import checkpoint
 from aquiline.files.gguf_file import read_gguf
+from tests.scripted_server import Scripted, chunk, stream
+from tests.serving import WAIT
 from tests.test_api import END, folders, load  # noqa: F401 (a fixture)
 from tests.test_checkpoint import hf_model, write_gguf
 
@@ -184,10 +187,27 @@ def test_what_a_peer_left_behind_has_computed_counts_as_ours():
 import os, runpy, subprocess, sys
 adopting = runpy.run_path({str(RUNS / "versus_peers.py")!r})["adopting"]
 burn = "import time\\nwhile time.process_time() < 0.4: pass"
-with adopting():
+with adopting(300):
     leave = "import subprocess, sys; subprocess.Popen(sys.argv[1:])"
     subprocess.run([sys.executable, "-c", leave, sys.executable, "-c", burn])
 print(sum(os.times()[2:4]))
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=RUNS.parent)
     assert float(found.stdout) > 0.3
+
+
+def test_what_a_server_of_others_has_started_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(RUNS)
+    another = runpy.run_path(str(RUNS / "serve_bench.py"))["another"]
+    scripted, script = Scripted(), tmp_path / "server.py"
+    scripted.answers += [stream(chunk(("hi", 0)))]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(WAIT)
+        child = f"import socket, time; s = socket.create_connection({listening.getsockname()!r}); time.sleep({WAIT})"
+        script.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
+        with another(scripted.url, [f"{sys.executable} {script}"]):
+            connection, _ = listening.accept()
+    with connection:
+        connection.settimeout(WAIT / 2)
+        assert connection.recv(1) == b""
+    scripted.close()

@@ -57,7 +57,7 @@ def serve(
     from aquiline.serve import server
 
     listening = server.bind(config)
-    if host not in ("127.0.0.1", "localhost", "::1") and key is None:
+    if not config.is_local and key is None:
         note(f"warning: {host} is open to others, and there is no API key: set ${KEY}, or give --api-key-file")
     service = server.Service(load_model(target, draft, dtype, device, settings, quantize=quantize, exact=exact), config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

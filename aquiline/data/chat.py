@@ -141,7 +141,7 @@ class Chat:
             )
         written = template if isinstance(template, str) else " ".join(template.values())
         for key in template_kwargs:  # a misspelt switch would silently give another prompt
-            known = key in ("tools", "documents") or re.search(rf"\b{re.escape(key)}\b", written)
+            known = re.search(rf"\b{re.escape(key)}\b", written)
             require(bool(known), f"the chat template of {self.source} does not know the setting {key!r}")
         try:
             text = self.tokenizer.apply_chat_template(

@@ -18,6 +18,7 @@ from aquiline.serve.schema import ChatBody, CompletionBody, Generation, JsonSche
 T = TypeVar("T")
 _WHOLE = 2**63  # seeds
 MOST_REPLIES = 128  # of one call: it takes turns with the others, but all that it asks for is kept meanwhile
+MOST_KEPT = 2**21  # tokens of all replies of one call, those that are told beside them counted too
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def asked(model: Model, engine: Engine, grammars: Grammars | None, body: ChatBod
                 param=field,
                 code="context_length_exceeded",
             )
+    _check_kept(model, engine, body, prompts)
     seed = secrets.randbelow(_WHOLE) if body.seed is None else body.seed
     grammar = _grammar(model, grammars, body) if isinstance(body, ChatBody) else None
     requests = [
@@ -94,27 +96,51 @@ def _prompts(model: Model, body: ChatBody | CompletionBody) -> list[list[int]]:
     prompt = body.prompt
     texts: list[Any] = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else list(prompt)
     return [
-        _to_blame("prompt", model, functools.partial(model.chat.encode, text)) if isinstance(text, str) else list(text)
+        _to_blame("prompt", model, functools.partial(model.chat.encode, text)) if isinstance(text, str) else text
         for text in texts
     ]
+
+
+def _check_kept(model: Model, engine: Engine, body: ChatBody | CompletionBody, prompts: list[list[int]]) -> None:
+    """Refused for more than one call may have kept until it ends."""
+    field, most = _length(model, body)
+    top = _logprobs(body) or 0
+    longest = [min(most, engine.context - len(ids)) for ids in prompts]
+    if body.n * sum(longest) * (1 + top) > MOST_KEPT:
+        beside = f", each with the {top} likeliest beside it," if top else ""
+        message = (
+            f"{body.n * len(prompts)} replies of up to {max(longest)} tokens{beside} are more than the {MOST_KEPT} "
+            f"tokens that are kept for one call: give a smaller {field}, or ask for fewer replies or logprobs"
+        )
+        raise Refused(400, message, param=field, code="invalid_value")
+
+
+def _length(model: Model, body: ChatBody | CompletionBody) -> tuple[str, int]:
+    """The field that says how many tokens a reply may have, and what it says."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", model.target.config.max_positions if body.max_tokens is None else body.max_tokens
+
+
+def _logprobs(body: ChatBody | CompletionBody) -> int | None:
+    """How many of the likeliest tokens are told beside each; None: no logprobs at all."""
+    if isinstance(body, ChatBody):
+        return body.top_logprobs if body.logprobs else None
+    return body.logprobs
 
 
 def _request(
     model: Model, body: ChatBody | CompletionBody, ids: list[int], grammar: JsonGrammar | None, seed: int
 ) -> Request:
-    most, logprobs = body.max_tokens, body.logprobs
-    if isinstance(body, ChatBody):
-        most = body.max_completion_tokens if most is None else most
-        logprobs = body.top_logprobs if logprobs else None
     tree = None if model.draft is None else _tree(body)
-    return model.request(
+    request = model.request(
         ids,
-        max_new_tokens=model.target.config.max_positions if most is None else most,
+        max_new_tokens=_length(model, body)[1],
         stop=body.stop,
         tree=tree,
         plain=tree is None,
         grammar=grammar,
-        logprobs=logprobs,
+        logprobs=_logprobs(body),
         temperature=body.temperature,
         top_k=body.top_k,
         top_p=body.top_p,
@@ -125,6 +151,8 @@ def _request(
         logit_bias=tuple((int(token), bias) for token, bias in body.logit_bias.items()),
         seed=seed,
     )
+    request.prompt_ids = ids  # one list for all replies, which nobody changes, not a copy for each
+    return request
 
 
 def _grammar(model: Model, grammars: Grammars | None, body: ChatBody) -> JsonGrammar | None:

@@ -12,7 +12,11 @@ _TYPES = {
 
 
 class Refused(Exception):
-    """A call that gets an error for an answer. `param`: the field of the body that is to blame."""
+    """A call that gets an error for an answer.
+
+    `param`: the field of the body that is to blame. `in_vain`: sent again, it would end like this again; OpenAI's
+    clients, which otherwise repeat whatever has a status of 500 or more, are told so.
+    """
 
     def __init__(
         self,
@@ -22,12 +26,15 @@ class Refused(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        in_vain: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         if status == 401:
             self.headers["WWW-Authenticate"] = "Bearer"
+        if in_vain:
+            self.headers["X-Should-Retry"] = "false"
 
     @property
     def body(self) -> dict[str, Any]:

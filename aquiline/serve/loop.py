@@ -154,13 +154,13 @@ class EngineLoop:
             self._take_calls()
             leaving, self._leaving = self._leaving, []
         leaving = [job for job in dict.fromkeys(leaving) if job.request in self._jobs]
-        self._drop(leaving)
         for job in leaving:
-            self._ended(job, "disconnected")
+            self._ended(job, "disconnected")  # before it is out: who sees that nothing is left finds it counted
+        self._drop(leaving)
         now = time.perf_counter()
         late = [job for job in self._jobs.values() if job.deadline <= now]
         self._drop(late)
-        self._fail(late, Refused(504, "the request took longer than its timeout", code="timeout"))
+        self._fail(late, Refused(504, "the request took longer than its timeout", code="timeout", in_vain=True))
         return True
 
     def _take_calls(self) -> None:
@@ -207,7 +207,7 @@ class EngineLoop:
             except BaseException:
                 log.exception("a reply could not be read, and its request fails")
                 self.engine.cancel(request)
-                self._fail([job], Refused(500, "the reply could not be read", code="reply_fault"))
+                self._fail([job], Refused(500, "the reply could not be read", code="reply_fault", in_vain=True))
 
     def _recover(self) -> None:
         """Those that had begun fail; those that had not go to a new engine, before all others. At the second fault
@@ -243,7 +243,6 @@ class EngineLoop:
         problem = request.grammar.error if isinstance(request.grammar, JsonGrammar) else None
         if problem is not None and request.finish_reason in (None, "stop") and not _whole(text):
             self._drop([job])
-            problem = problem.partition("\n")[0]  # what follows is the library's state
             fault = f"the reply could not be kept to the response_format: {problem}"
             self._fail([job], Refused(400, fault, param="response_format", code="grammar"))
             return

@@ -68,7 +68,7 @@ class Reply(Response):
         self._timeout, self._patience, self._ask, self._answer = timeout, patience, ask, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(_Gone, _Unread, _Failed), self._places.take():
+        with suppress(_Over), self._places.take():
             asked = await run_in_threadpool(self._ask)
             answer = self._answer(asked)
             steps: asyncio.Queue[tuple[int, Step] | None] = asyncio.Queue()  # None: the client is gone
@@ -127,7 +127,7 @@ class Reply(Response):
                 begun = True
             if step.fault is not None:
                 await put(step.fault.body, more=False)
-                raise _Failed
+                raise _Over
             if (chunk := answer.chunk(index, step)) is not None:
                 await put(chunk)
         if (usage := answer.last_chunk()) is not None:
@@ -142,16 +142,8 @@ _STREAM = [
 ]
 
 
-class _Gone(Exception):
-    """The client is."""
-
-
-class _Unread(Exception):
-    """The client does not read, or too slowly."""
-
-
-class _Failed(Exception):
-    """A reply has, and the client has been told."""
+class _Over(Exception):
+    """Nothing more is to be sent: the client is gone, does not read, or has been told of a failure."""
 
 
 @asynccontextmanager
@@ -160,7 +152,7 @@ async def _within(seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise _Unread from error
+        raise _Over from error
 
 
 _EACH = 5  # levels of an answer: its choices, one of them, their logprobs, the tokens of these, one token
@@ -180,7 +172,7 @@ async def _each(steps: asyncio.Queue[tuple[int, Step] | None], count: int) -> As
     while count:
         item = await steps.get()
         if item is None:
-            raise _Gone
+            raise _Over
         count -= item[1].last
         yield item
 

@@ -38,8 +38,8 @@ from aquiline.serve.schema import ChatBody, CompletionBody
 
 _SPARE = 128  # connections beyond those that hold a place: of browsers, of probes, of who is told that it is busy
 _BACKLOG = 512
-_KEEP_SECONDS = 15  # for the next request: clients keep a connection for 5, and must be those who give it up first
-_CLOSE_SECONDS = 5  # at the end, for what has been answered and is not read yet
+_KEEP_SECONDS = 100  # for the next request: proxies keep a connection for 90, and must be those who give it up first
+_CLOSE_SECONDS = 5  # at the end, for what has neither been answered nor will be
 _BODY_BYTES, _BYTES_PER_TOKEN = 2**20, 16  # a body may have the larger of the two, for the whole context
 
 log = logging.getLogger("aquiline.serve")
@@ -262,18 +262,21 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What has been answered is sent for as long as it is being read."""
+        while any(connection.transport.get_write_buffer_size() for connection in self.server_state.connections):
+            self._idle.close()
+            await asyncio.sleep(0.1)
         await super().shutdown(sockets)
-        for connection in list(self.server_state.connections):  # of who does not read
+        for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 def make_server(service: Service, key: str | None = None) -> Server:
-    host = service.config.host
-    names = (*LOOPBACK, host) if host in ("127.0.0.1", "localhost", "::1") else None
-    app = make_app(service, key, names)
-    config = uvicorn.Config(
+    config = service.config
+    app = make_app(service, key, (*LOOPBACK, config.host) if config.is_local else None)
+    settings = uvicorn.Config(
         app,
-        http=limited(service.places.most + _SPARE),
+        http=limited(service.places.most + _SPARE, config.patience, service.metrics.turned_away),
         ws="none",
         log_config=None,
         access_log=False,
@@ -283,7 +286,7 @@ def make_server(service: Service, key: str | None = None) -> Server:
         timeout_keep_alive=_KEEP_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
-    return Server(config, service)
+    return Server(settings, service)
 
 
 def bind(config: ServeConfig) -> socket.socket:
