@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,9 @@ def main(names: list[str]) -> None:
             if names and name not in names:
                 continue
             causes = bench.examine(bench.look(write(head, folder, edit, embedding)))
-            found[name] = result(expected, causes)
+            found[name] = result(
+                expected, [replace(c, evidence=c.evidence.replace(str(folder), "the head")) for c in causes]
+            )
             if not names:  # after each, for it takes long
                 record = {"results": found, "machine": machine(torch.device("cpu")), "versions": versions()}
                 write_json_atomic(OUT, record)
