@@ -185,6 +185,16 @@ def test_a_draft_pass_is_that_of_pytorch(switches, dtype):
     assert not torch.allclose(results[0], torch.zeros(()), atol=0.5)
 
 
+def texts_in_all_ways(target, draft, prompts, sampling):
+    """Plain, with a tree, and with another in a batch."""
+    texts = []
+    for tree, batch in ((None, 1), (TreeConfig(3, 4, 9), 1), (TreeConfig(6, 2, 12), 3)):
+        requests = [Request(ids, sampling, Limits(40), tree) for ids in prompts]
+        engine = Engine(target, None if tree is None else draft, max_batch=batch)
+        texts.append([r.output_ids for r in engine.run(requests)])
+    return texts
+
+
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_speculative_text_is_the_plain_text_in_bf16_too(dtype):
@@ -194,11 +204,7 @@ def test_speculative_text_is_the_plain_text_in_bf16_too(dtype):
     prompts = [prompt(n, n)[0].tolist() for n in (3, 9, 30)]
     sampled = SamplingConfig(temperature=1.0, seed=4)
     for sampling in (SamplingConfig(), sampled):
-        texts = []
-        for tree, batch in ((None, 1), (TreeConfig(3, 4, 9), 1), (TreeConfig(6, 2, 12), 3)):
-            requests = [Request(ids, sampling, Limits(40), tree) for ids in prompts]
-            engine = Engine(target, None if tree is None else draft, max_batch=batch)
-            texts.append([r.output_ids for r in engine.run(requests)])
+        texts = texts_in_all_ways(target, draft, prompts, sampling)
         assert texts[0] == texts[1] == texts[2]
 
 

@@ -346,11 +346,16 @@ class TestChooser:
     def test_what_one_node_more_takes(self):
         known = costs({1: 1.0, 9: 2.6, 64: 2.6}, {1: 0.1})
         padded, ragged = Chooser(known), Chooser(known, ragged=True)
-        assert padded.margin(1, 10, (), Mood(nodes=3.2)) == pytest.approx(0.2)
-        assert padded.margin(1, 10, (), Mood(nodes=20)) == pytest.approx(0.0)
-        assert padded.margin(4, 10, (), Mood(nodes=3.2)) == pytest.approx(0.05)  # a node in each row
-        assert ragged.margin(4, 10, (), Mood(nodes=3.2)) == pytest.approx(0.05)
-        assert ragged.margin(4, 10, [32, 0, 0, 0], Mood(nodes=3.2)) == pytest.approx(0.0)
+
+        def margin(made, batch, nodes, taken=()):
+            return made.margin(made.pass_seconds(batch, 10, taken, 40), batch, Mood(nodes=nodes))
+
+        assert margin(padded, 1, 3.2) == pytest.approx(0.2)
+        assert margin(padded, 1, 20) == pytest.approx(0.0)
+        assert margin(padded, 4, 3.2) == pytest.approx(0.05)  # a node in each row
+        assert margin(ragged, 4, 3.2) == pytest.approx(0.05)
+        assert margin(ragged, 4, 3.2, [32, 0, 0, 0]) == pytest.approx(0.0)
+        assert margin(padded, 1, 63) == pytest.approx(0.0)  # as many as are known of
 
     def test_what_a_level_brings_is_learnt_and_forgotten(self):
         made, V = Chooser(costs(*CHEAP)), np.ones(9)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aquiline import api
-from aquiline.config import QUANTIZE, AquilineWarning, SamplingConfig, TreeConfig, UserError
+from aquiline.config import QUANTIZE, AquilineWarning, SamplingConfig, UserError
 from aquiline.decode.engine import Engine, Limits, Request
 from aquiline.files import checkpoint
 from aquiline.files.gguf_file import read_gguf, stored_integers
@@ -17,7 +17,7 @@ from aquiline.model.backend import Weights
 from aquiline.model.quantised import BITS, GROUP, Quantised, QuantisedLinear, rounded
 from tests.conftest import tiny_draft, tiny_target
 from tests.test_api import make_draft, make_target
-from tests.test_backend import DTYPES, SHAPES, needs_kernel, prompt
+from tests.test_backend import DTYPES, SHAPES, needs_kernel, prompt, texts_in_all_ways
 
 pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ever accepted")
 SIZES = [(16, 32), (50, 40), (33, 7), (7, 100), (64, 192), (40, 96)]  # outputs, inputs
@@ -149,11 +149,7 @@ def test_speculative_text_is_the_plain_text_alone_and_in_a_batch(how, dtype):
     target.quantise(how).pack()
     prompts = [prompt(n, n)[0].tolist() for n in (3, 9, 30)]
     for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0, seed=4)):
-        texts = []
-        for tree, batch in ((None, 1), (TreeConfig(3, 4, 9), 1), (TreeConfig(6, 2, 12), 3)):
-            requests = [Request(ids, sampling, Limits(40), tree) for ids in prompts]
-            engine = Engine(target, None if tree is None else draft, max_batch=batch)
-            texts.append([r.output_ids for r in engine.run(requests)])
+        texts = texts_in_all_ways(target, draft, prompts, sampling)
         assert texts[0] == texts[1] == texts[2]
     unrounded = [r.output_ids for r in plain.run([Request(ids, sampling, Limits(40), None) for ids in prompts])]
     assert unrounded != texts[0]  # another target

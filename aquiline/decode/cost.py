@@ -449,11 +449,10 @@ class Chooser:
             num_nodes=min(config.num_nodes, most, 2 * bearable),
         )
 
-    def margin(self, batch: int, context: int, taken: Sequence[int], resting: Mood) -> float:
-        """Seconds of a pass for one node more than were verified lately."""
-        few = round(resting.nodes)
-        V = self.pass_seconds(batch, context, taken, few + 2)
-        return (V[-1] - V[-3]) / (2 if batch > 1 and self.ragged else 2 * batch)
+    def margin(self, V: Sequence[float], batch: int, resting: Mood) -> float:
+        """Seconds of a pass for one node more than were verified lately; `V`: `pass_seconds`, of two more at least."""
+        few = min(round(resting.nodes), len(V) - 3)
+        return (V[few + 2] - V[few]) / (2 if batch > 1 and self.ragged else 2 * batch)
 
     def worth(
         self, mood: Mood, level_seconds: float, node_seconds: float, batch: int, plain_rate: float

@@ -119,14 +119,14 @@ class EagleDrafter:
         first, level = (chooser.costs.of(kind, number, own) for kind in ("first", "level"))
         limits = [chooser.limits(c, mood, batch, context) for c, mood in zip(configs, moods, strict=True)]
         width = max(limit.top_k for limit in limits)
-        plain = chooser.pass_seconds(batch, context, taken, 0)[0]
-        margin = chooser.margin(batch, context, taken, resting)
-        worth = [chooser.worth(mood, level(width) / number, margin, batch, batch / plain) for mood in moods]
+        most = max(alike * sum(limit.num_nodes for limit in limits), round(resting.nodes) + 2)
+        V = chooser.pass_seconds(batch, context, taken, most)
+        margin = chooser.margin(V, batch, resting)
+        worth = [chooser.worth(mood, level(width) / number, margin, batch, batch / V[0]) for mood in moods]
         new = max(sum(map(len, row.pending_aux)) for row in rows)
         usual = new <= LONGEST_CATCH_UP and all(self.cache.lengths[row.slot] for row in rows)  # no prompt is among them
         trees, seconds = self.grow(rows, limits, worth)
         spent = first(new if usual and alike == 1 else 1) + (len(seconds) - 1) * level(width)
-        V = chooser.pass_seconds(batch, context, taken, alike * sum(map(len, trees)))
         nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods, resting, alike)
         made = [tree.prefix(n) for tree, n in zip(trees, nodes, strict=True)]
         if alike == 1:

@@ -106,7 +106,10 @@ class Slots:
 
 
 def _first(parts: list[Tensor], count: int) -> list[Tensor]:
-    return [torch.cat(parts)[:count].clone()] if count > 0 and parts else []
+    if count <= 0 or not parts:
+        return []
+    whole = torch.cat(parts)
+    return [whole if len(whole) <= count else whole[:count].clone()]  # a view would keep all of it
 
 
 def _shared(a: list[int], b: list[int]) -> int:
