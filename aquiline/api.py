@@ -25,6 +25,7 @@ from aquiline.config import (
     TreeConfig,
     UserError,
     check_quantize,
+    check_quantize_draft,
     require,
 )
 from aquiline.data.chat import Chat, Message, StopMatcher
@@ -109,6 +110,11 @@ class Model:
     @property
     def dtype(self) -> str:
         return str(self.target.dtype).removeprefix("torch.")
+
+    @property
+    def quantised_draft(self) -> str | None:
+        """How the head's weights are quantised."""
+        return self.draft.quantised if isinstance(self.draft, Draft) else None
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -329,16 +335,19 @@ def load(
     quantize: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     exact: bool = False,
+    quantize_draft: str = "auto",
 ) -> Model:
     """Load a target (folder, .gguf file, hub id or `default`) and a draft (folder, hub id, `default`, `ngram`, `none`).
 
     `dtype` and `device` as in `pick_dtype` and `pick_device`; `quantize` (int8, int4) rounds the target's weights,
     which makes another target of it, that the same draft fits; `template_kwargs` go to the chat template with every
     prompt, such as {"enable_thinking": False}. `exact`: no token's numbers may depend on what else is in its pass, so
-    that in 16 bits, too, plain and speculative text are one; with the kernel they never do (model/exact.py). UserError
-    says what does not fit.
+    that in 16 bits, too, plain and speculative text are one; with the kernel they never do (model/exact.py).
+    `quantize_draft` (int8, int4, none) is of the head's weights, and changes no text; auto is int8 where the CPU kernel
+    decodes in bfloat16, for which it is faster. UserError says what does not fit.
     """
     settings = dict(template_kwargs or {})
+    check_quantize_draft(quantize_draft)
     _check_computed_here(quantize, exact, target)
     where = pick_device(device)
     kind = pick_dtype(dtype, target, where)
@@ -364,6 +373,11 @@ def load(
     fingerprint = checkpoint.target_fingerprint(model)
     _quantise(model, quantize, target)
     _check_template_kwargs(folder, settings)
+    if quantize_draft == "auto":
+        quantize_draft = "int8" if kind == torch.bfloat16 and usable(kind, where) else "none"
+    if quantize_draft != "none":
+        head.quantise(quantize_draft)
+        _warn_slow(f"--quantize-draft {quantize_draft}", model)
     packed, called = _packed(model, exact), checkpoint.draft_name(folder)
     return Model(packed, head.pack(), chat, name, called, folder, fingerprint, settings)
 
@@ -392,12 +406,16 @@ def _quantise(model: Target, how: str | None, target: str | Path) -> None:
     if how is None:
         return
     model.quantise(how, checkpoint.stored_integers(target))
+    _warn_slow(f"--quantize {how}", model)
+
+
+def _warn_slow(asked: str, model: Target) -> None:
     if not usable(model.dtype, model.device):
         warnings.warn(
-            f"--quantize {how} is fast in the CPU kernel, which does not run here ({model.decoding}): decoding is "
-            "right, and slower than without it",
+            f"{asked} is fast in the CPU kernel, which does not run here ({model.decoding}): decoding is right, and "
+            "slower than without it",
             AquilineWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -140,6 +140,14 @@ def check_quantize(name: str | None) -> None:
     )
 
 
+def check_quantize_draft(name: str) -> None:
+    """UserError for what is neither a way, nor `auto` or `none`."""
+    require(
+        name in (*QUANTIZE, "auto", "none"),
+        f"quantize_draft {name!r} is not supported; expected auto, none, int8 (llama.cpp's Q8_0) or int4 (its Q4_1)",
+    )
+
+
 def check_capture_after(capture_after: tuple[int, ...], num_layers: int) -> None:
     """Raise UserError unless the ids are distinct, ascending and inside the target, or are `TOP`."""
     if capture_after == TOP:

@@ -17,7 +17,7 @@ mkdir -p "$work"
 nice -n 19 aquiline train "$@" --out "$work/out" --features "$work/features" \
     --ttt-steps 4 --epochs 1.1208 --held-out 32 --eval-every 200 --save-every 50
 least='taskbench_requests|tldr_shell|clinc150|commonsense_qa|topical_chat|synthetic_persona_chat|mathqa_aqua|mmlu'
-grep -hvE "\"source\": \"($least)\"" "$@" > "$work/late.jsonl"
+grep -hvE "\"source\": *\"($least)\"" "$@" > "$work/late.jsonl"
 nice -n 19 aquiline train "$work/late.jsonl" --out "$work/late" --features "$work/late-features" \
     --warm-start "$work/out/head" --ttt-steps 4 --epochs 0.75 --held-out 32 --eval-every 200 --save-every 50 --decode-every 0
 assets="$here/aquiline/assets/smollm2-135m-instruct"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from aquiline.config import AquilineWarning, SamplingConfig, TreeConfig
+from aquiline.config import QUANTIZE, AquilineWarning, SamplingConfig, TreeConfig
 from aquiline.decode.drafter import EagleDrafter
 from aquiline.decode.engine import Engine, Limits, Request
 from aquiline.decode.tree import Tree, flatten
@@ -394,9 +394,12 @@ def both_ways(drafter, rows, configs, worth):
 @needs_kernel
 @pytest.mark.parametrize(("dtype", "tiles"), WAYS, indirect=["tiles"])
 @pytest.mark.parametrize("switches", [{}, {"norm_output": True, "own_embedding": True, "norm_before_residual": True}])
-def test_trees_grown_in_the_kernel_are_those_of_the_builder(dtype, tiles, switches, monkeypatch):
+@pytest.mark.parametrize("how", [None, *QUANTIZE])
+def test_trees_grown_in_the_kernel_are_those_of_the_builder(dtype, tiles, switches, how, monkeypatch):
     target = tiny_target().to(dtype)
     draft = tiny_draft(target, **switches).to(dtype)
+    if how:
+        draft.quantise(how)
     engine = Engine(target.pack(), draft.pack(), max_batch=4)
     compared = []
 

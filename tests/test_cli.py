@@ -29,24 +29,18 @@ from tests.tiny_chat import assistant, byte_chat, user
 decode, train = cli.decode, cli.train  # by way of main: verbs are declared in the order in which they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:the draft's tokens are hardly ever accepted")
 
-MODEL = {
-    "--target", "--draft", "--dtype", "--quantize", "--device", "--tree", "--max-new-tokens", "--temperature", "--seed",
-    "--exact",
-}  # fmt: skip
+LOADED = {"--target", "--draft", "--dtype", "--quantize", "--quantize-draft", "--device", "--exact", "--template-kwarg"}
+MODEL = LOADED | {"--tree", "--max-new-tokens", "--temperature", "--seed"}
 SAMPLING = {"--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
 FLAGS = {
-    "generate": MODEL | SAMPLING | {"--system", "--template-kwarg", "--compare", "--json"},
-    "chat": MODEL | SAMPLING | {"--system", "--template-kwarg", "--server", "--model"},
-    "eval": MODEL | {"--template-kwarg", "--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
-    "bench": {
-        "--target", "--draft", "--dtype", "--quantize", "--device", "--tree", "--max-new-tokens", "--template-kwarg",
-        "--json", "--pause-file", "--allow-load", "--batch", "--repeats", "--exact",
-    },
+    "generate": MODEL | SAMPLING | {"--system", "--compare", "--json"},
+    "chat": MODEL | SAMPLING | {"--system", "--server", "--model"},
+    "eval": MODEL | {"--json", "--limit", "--no-plain", "--pause-file", "--allow-load"},
+    "bench": LOADED
+    | {"--tree", "--max-new-tokens", "--json", "--pause-file", "--allow-load", "--batch", "--repeats"},
     "plot": set(),
-    "serve": {
-        "--target", "--draft", "--dtype", "--quantize", "--device", "--template-kwarg", "--host", "--port",
-        "--max-batch", "--queue", "--context", "--timeout", "--api-key-file", "--exact",
-    },
+    "serve": LOADED
+    | {"--host", "--port", "--max-batch", "--queue", "--context", "--timeout", "--api-key-file"},
     "export-target": set(),
     "convert": {"--to", "--target", "--force"},
     "serve-command": {"--engine", "--target", "--record", "--tree", "--gpus", "--nodes"},

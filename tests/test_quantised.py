@@ -12,6 +12,7 @@ from aquiline.config import QUANTIZE, AquilineWarning, SamplingConfig, UserError
 from aquiline.decode.engine import Engine, Limits, Request
 from aquiline.files import checkpoint
 from aquiline.files.gguf_file import read_gguf, stored_integers
+from aquiline.measure.evaluate import model_settings
 from aquiline.model import backend
 from aquiline.model.backend import Weights
 from aquiline.model.quantised import BITS, GROUP, Quantised, QuantisedLinear, rounded
@@ -155,6 +156,27 @@ def test_speculative_text_is_the_plain_text_alone_and_in_a_batch(how, dtype):
     assert unrounded != texts[0]  # another target
 
 
+@needs_kernel
+@pytest.mark.parametrize("how", QUANTIZE)
+def test_a_quantised_drafts_pass_is_that_of_pytorch(how):
+    """As above; fc and head, which are apart from the layer, too."""
+    target = tiny_target()
+    models = {name: tiny_draft(target, attention_bias=True, qk_norm=True) for name in ("plain", "slow", "packed")}
+    models["slow"].quantise(how)
+    models["packed"].quantise(how).pack()
+    ids, positions = prompt(21), torch.arange(21)[None]
+    aux = target(ids, positions).aux_BNA
+    states = {}
+    for name, draft in models.items():
+        out = draft(draft.embed(ids, target.embed), draft.fuse(aux), positions)
+        states[name] = torch.cat((out.feature_BNH, out.hidden_BNH, draft.logits(out.hidden_BNH)), -1)
+    ours, theirs = ((states[name] - states["slow"]).norm() for name in ("packed", "plain"))
+    assert ours < 0.3 * theirs
+    assert 0 < theirs < (0.1 if how == "int8" else 0.7) * states["slow"].norm()
+    with pytest.raises(AssertionError, match="quantised"):
+        models["slow"].to(torch.bfloat16)
+
+
 KINDS = gguf.GGMLQuantizationType
 
 
@@ -219,6 +241,38 @@ def test_loaded_from_a_folder_with_a_draft_for_the_unquantised(folders, how, rec
     assert sizes[0] < {"int8": 0.5, "int4": 0.3}[how] * sizes[1]  # inputs of 32 and 48 are padded to 64
 
 
+@needs_kernel
+@pytest.mark.parametrize(
+    ("dtype", "asked", "expected"),
+    [
+        ("bfloat16", {}, "int8"),
+        ("float32", {}, None),
+        ("bfloat16", {"quantize_draft": "none"}, None),
+        ("bfloat16", {"quantize": "int4"}, "int8"),
+        ("float32", {"quantize_draft": "int4"}, "int4"),
+    ],
+)
+def test_the_heads_weights_are_of_8_bits_where_that_is_faster_and_the_text_stays(folders, dtype, asked, expected):
+    model = api.load(folders / "target", folders / "draft", dtype=dtype, device="cpu", **asked)
+    assert model.quantised_draft == expected
+    assert model_settings(model, {})["quantize_draft"] == expected
+    assert model.draft._head.struct.bits == {"int8": 8, "int4": 8, None: 0}[expected]
+    assert model.draft._fc.struct.bits == {"int8": 8, "int4": 4, None: 0}[expected]
+    result = model.generate("Tell me.", max_new_tokens=30, tree="3:4:9")
+    assert result.cycles > 0
+    assert result.token_ids == model.generate("Tell me.", max_new_tokens=30, plain=True).token_ids
+
+
+def test_without_the_kernel_the_head_stays_as_it_is_unless_asked(folders, monkeypatch):
+    monkeypatch.setattr(backend, "library", lambda: None)
+    model = api.load(folders / "target", folders / "draft", dtype="bfloat16", device="cpu")
+    assert model.quantised_draft is None
+    with pytest.warns(AquilineWarning, match="--quantize-draft int8 is fast in the CPU kernel"):
+        model = api.load(folders / "target", folders / "draft", dtype="float32", device="cpu", quantize_draft="int8")
+    result = model.generate("Tell me.", max_new_tokens=12, tree="2:2:4")
+    assert result.token_ids == model.generate("Tell me.", max_new_tokens=12, plain=True).token_ids
+
+
 def test_another_weights_draft_still_says_so(folders, tmp_path):
     make_target(tmp_path / "other", seed=5)
     with pytest.warns(AquilineWarning, match="other weights"):
@@ -248,6 +302,8 @@ def test_exact_passes_of_pytorch_take_the_quantised_head_too(folders, monkeypatc
 def test_what_cannot_be_quantised_is_refused(folders, monkeypatch):
     with pytest.raises(UserError, match=r"'q8' is not supported; expected int8 .* or int4"):
         api.load(folders / "target", "none", quantize="q8")
+    with pytest.raises(UserError, match=r"quantize_draft 'bf16' is not supported; expected auto, none, int8"):
+        api.load(folders / "target", folders / "draft", quantize_draft="bf16")
     config = dataclasses.replace(tiny_target().config, structure="x", family="gemma3_text")
     monkeypatch.setattr(checkpoint, "read_target_config", lambda spec: config)
     with pytest.raises(UserError, match=r"--quantize int8 .* a gemma3_text target .*: leave it out; a folder"):

@@ -15,6 +15,7 @@ from aquiline.cli.shared import (
     FrequencyFlag,
     MinPFlag,
     PresenceFlag,
+    QuantizeDraftFlag,
     QuantizeFlag,
     RepetitionFlag,
     SeedFlag,
@@ -63,6 +64,7 @@ def generate(
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
     quantize: QuantizeFlag = None,
+    quantize_draft: QuantizeDraftFlag = "auto",
     exact: ExactFlag = False,
     compare: Annotated[bool, typer.Option("--compare", help="Decode plainly too, and compare.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
@@ -75,7 +77,10 @@ def generate(
     require(not (compare and draft == "none"), "--compare needs a draft to compare with; leave --draft none out")
     text = piped(sys.stdin.buffer.read() if sys.stdin else b"") if prompt == "-" else prompt
     messages = ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": text}]
-    model = load_model(target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize, exact=exact)
+    model = load_model(
+        target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize,
+        quantize_draft=quantize_draft, exact=exact,
+    )  # fmt: skip
     if compare:
         _compare(model, messages, settings, as_json)
         return
@@ -178,6 +183,7 @@ def chat(
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
     quantize: QuantizeFlag = None,
+    quantize_draft: QuantizeDraftFlag = "auto",
     exact: ExactFlag = False,
 ) -> None:
     """Talk in the terminal, a line a turn. /color shows which tokens were drafted, /reset begins anew, /quit ends."""
@@ -188,12 +194,14 @@ def chat(
     template_kwargs = template_settings(template_kwarg)
     if server is None:
         require(model is None, "--model names a model of a server; give --server too")
-        _talk_here(
-            load_model(target, draft, dtype, device, template_kwargs, quantize=quantize, exact=exact), system, settings
+        talker = load_model(
+            target, draft, dtype, device, template_kwargs, quantize=quantize, quantize_draft=quantize_draft, exact=exact
         )
+        _talk_here(talker, system, settings)
         return
     given = {"--target": target != "default", "--draft": draft != "default", "--tree": tree, "--device": device}
-    for flag, value in (given | {"--dtype": dtype, "--quantize": quantize, "--exact": exact}).items():
+    given |= {"--dtype": dtype, "--quantize": quantize, "--quantize-draft": quantize_draft != "auto", "--exact": exact}
+    for flag, value in given.items():
         require(not value, f"--server and {flag} exclude each other: the server has its own")
     _talk_there(server, model, system, settings, template_kwargs)
 

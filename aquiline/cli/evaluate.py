@@ -15,6 +15,7 @@ from aquiline.cli.shared import (
     JsonFlag,
     PauseFlag,
     PromptFiles,
+    QuantizeDraftFlag,
     QuantizeFlag,
     SeedFlag,
     TargetFlag,
@@ -57,6 +58,7 @@ def evaluate(
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
     quantize: QuantizeFlag = None,
+    quantize_draft: QuantizeDraftFlag = "auto",
     exact: ExactFlag = False,
 ) -> None:
     """Measure acceptance and speed: every prompt with and without the draft, in turn."""
@@ -65,7 +67,10 @@ def evaluate(
     require(draft != "none", "eval needs a draft to measure; leave --draft none out")
     check_record(json_out, files)
     prompts = read_tasks(files, limit)
-    model = load_model(target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize, exact=exact)
+    model = load_model(
+        target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize,
+        quantize_draft=quantize_draft, exact=exact,
+    )  # fmt: skip
     from aquiline.measure import evaluate as measure
     from aquiline.measure.quiet import quiet
 

@@ -16,6 +16,7 @@ from aquiline.cli.shared import (
     JsonFlag,
     PauseFlag,
     PromptFiles,
+    QuantizeDraftFlag,
     QuantizeFlag,
     TargetFlag,
     TemplateFlag,
@@ -54,6 +55,7 @@ def bench(
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
     quantize: QuantizeFlag = None,
+    quantize_draft: QuantizeDraftFlag = "auto",
     exact: ExactFlag = False,
 ) -> None:
     """Measure speed by batch size and tree, and where the time goes: plain decoding and every tree in turn."""
@@ -71,8 +73,9 @@ def bench(
     with quiet(pause_file) as machine:
         began = time.perf_counter()
         model = load_model(
-            target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize, exact=exact
-        )
+            target, draft, dtype, device, template_settings(template_kwarg), quantize=quantize,
+            quantize_draft=quantize_draft, exact=exact,
+        )  # fmt: skip
         startup = {"load": time.perf_counter() - began}
         prompts = measure.in_turn([render(model, name, asked) for name, asked in tasks.items()])
         engine = measure.make_engine(model, prompts, config)

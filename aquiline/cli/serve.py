@@ -13,6 +13,7 @@ from aquiline.cli.shared import (
     DraftFlag,
     DtypeFlag,
     ExactFlag,
+    QuantizeDraftFlag,
     QuantizeFlag,
     TargetFlag,
     TemplateFlag,
@@ -48,6 +49,7 @@ def serve(
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
     quantize: QuantizeFlag = None,
+    quantize_draft: QuantizeDraftFlag = "auto",
     exact: ExactFlag = False,
 ) -> None:
     """Serve OpenAI's API and a page to chat on, many requests at once."""
@@ -59,7 +61,10 @@ def serve(
     listening = server.bind(config)
     if not config.is_local and key is None:
         note(f"warning: {host} is open to others, and there is no API key: set ${KEY}, or give --api-key-file")
-    service = server.Service(load_model(target, draft, dtype, device, settings, quantize=quantize, exact=exact), config)
+    model = load_model(
+        target, draft, dtype, device, settings, quantize=quantize, quantize_draft=quantize_draft, exact=exact
+    )
+    service = server.Service(model, config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     address, number = listening.getsockname()[:2]
     note(f"serving at http://{f'[{address}]' if ':' in address else address}:{number}")

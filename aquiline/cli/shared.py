@@ -43,6 +43,13 @@ QuantizeFlag = Annotated[
     str | None,
     typer.Option("--quantize", help="int8 or int4: the target's weights, with 8-bit activations. [default: none]"),
 ]
+QuantizeDraftFlag = Annotated[
+    str,
+    typer.Option(
+        "--quantize-draft",
+        help="int8, int4 or none: the head's weights; auto is int8 where the CPU kernel runs bfloat16.",
+    ),
+]
 DeviceFlag = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [default: cuda if there]")]
 TreeFlag = Annotated[
     str | None,
@@ -120,15 +127,18 @@ def load_model(
     template_kwargs: dict[str, Any],
     *,
     quantize: str | None = None,
+    quantize_draft: str = "auto",
     exact: bool = False,
 ) -> "Model":
     from aquiline import api
 
     model = api.load(
-        target, draft, dtype=dtype, device=device, quantize=quantize, template_kwargs=template_kwargs, exact=exact
-    )
+        target, draft, dtype=dtype, device=device, quantize=quantize, template_kwargs=template_kwargs, exact=exact,
+        quantize_draft=quantize_draft,
+    )  # fmt: skip
     where = f"{model.dtype} on {model.target.device}, {model.target.decoding}{', exact' if model.target.exact else ''}"
-    note(f"{model.target_name}, draft {model.draft_name}, {where}")
+    head = f" in {model.quantised_draft}" if model.quantised_draft else ""
+    note(f"{model.target_name}, draft {model.draft_name}{head}, {where}")
     return model
 
 

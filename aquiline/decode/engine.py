@@ -245,7 +245,10 @@ class Engine:
             "probed": [*PROBED, *PROBED_WIDTHS],
             "decoding": [self.target.decoding, kernel_fingerprint(), str(torch.__version__)],
             "target": [repr(self.target.config), str(self.target.dtype)],
-            "draft": [type(drafter).__name__, *(() if model is None else (repr(model.config), str(model.dtype)))],
+            "draft": [
+                type(drafter).__name__,
+                *(() if model is None else (repr(model.config), str(model.dtype), str(model.quantised))),
+            ],
         }
 
     def run(self, requests: Sequence[Request]) -> Sequence[Request]:

@@ -281,6 +281,7 @@ def model_settings(model: Model, prompts: Mapping[str, Sequence[Prompt]]) -> dic
         "draft_sha256": None if model.draft_folder is None else weights_hash(model.draft_folder),
         "dtype": model.dtype,
         "quantize": model.target.quantised,
+        "quantize_draft": model.quantised_draft,
         "decoding": model.target.decoding,
         "exact": model.target.exact,
         "tokenizer": model.chat.fingerprint(),

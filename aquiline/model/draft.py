@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from aquiline.config import DraftConfig
 from aquiline.model.backend import Decoder, Grown, Weights, usable
 from aquiline.model.kv_cache import KVCache
-from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack
+from aquiline.model.layers import Context, GatedMLP, Projections, RMSNorm, Rotary, free, pack, quantise, weight_of
+from aquiline.model.quantised import BITS, HEAD_BITS, Quantised
 from aquiline.model.vocab import VocabMap
 
 
@@ -87,9 +88,11 @@ class Draft(nn.Module):
         self._fc: Weights | None = None  # set by `pack`, as the next two
         self._head: Weights | None = None
         self._decoder: Decoder | None = None
+        self.quantised: str | None = None  # how, set by `quantise`
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Draft":
-        assert self._decoder is None, "a packed draft stays where it is, and in its dtype"
+        settled = self._decoder is not None or self.quantised is not None
+        assert not settled, "a packed or quantised draft stays where it is, and in its dtype"
         super()._apply(fn, recurse)
         self.vocab = self.vocab.to(self.norm.weight.device)  # no buffer: files hold it as offsets
         return self
@@ -179,6 +182,17 @@ class Draft(nn.Module):
             self._decoder.grow, self._fc, self._head, embedding_VH, self.vocab.target_ids_W, self.config.norm_output
         )
 
+    def quantise(self, how: str) -> "Draft":
+        """Round the weights to 8 or 4 bits (`how`, a name of BITS; `lm_head` to 8), and what they read to 8.
+
+        The target has the last word, so the text stays; how much is accepted may change a little.
+        """
+        assert self._decoder is None
+        assert self.quantised is None
+        quantise(self, lambda name, weight: Quantised.of(weight, HEAD_BITS if name == "lm_head" else BITS[how]))
+        self.quantised = how
+        return self
+
     def pack(self) -> "Draft":
         """Prepare for decoding where the kernel can run it: the weights are packed, the separate ones freed, and the
         state dict is gone. Elsewhere nothing changes.
@@ -186,10 +200,10 @@ class Draft(nn.Module):
         if self._decoder is not None or not usable(self.dtype, self.norm.weight.device):
             return self
         c, x = self.config, self.midlayer
-        self._head = Weights.stacked([self.lm_head.weight])
+        self._head = Weights.stacked([weight_of(self.lm_head)], dtype=self.dtype)
         free(self.lm_head)
         if self.fc is not None:
-            self._fc = Weights.stacked([self.fc.weight])
+            self._fc = Weights.stacked([weight_of(self.fc)], dtype=self.dtype)
             free(self.fc)
         self._decoder = Decoder(
             [pack(x.self_attn, x.mlp, x.input_layernorm, x.post_attention_layernorm, x.hidden_norm)],

@@ -281,7 +281,7 @@ def pack(
     qkv = (a.q_proj, a.k_proj, a.v_proj)
 
     def stacked(*parts: Any) -> Weights:
-        return Weights.stacked([_weight(m) for m in parts], [m.bias for m in parts], input_norm.weight.dtype)
+        return Weights.stacked([weight_of(m) for m in parts], [m.bias for m in parts], input_norm.weight.dtype)
 
     packed = LayerWeights(
         input_norm.weight,
@@ -289,8 +289,8 @@ def pack(
         stacked(*qkv),
         stacked(a.o_proj),
         Weights.alternating(
-            _weight(mlp.gate_proj),
-            _weight(mlp.up_proj),
+            weight_of(mlp.gate_proj),
+            weight_of(mlp.up_proj),
             [mlp.gate_proj.bias, mlp.up_proj.bias],
             input_norm.weight.dtype,
         ),
@@ -304,7 +304,7 @@ def pack(
     return packed
 
 
-def _weight(linear: nn.Module) -> Any:
+def weight_of(linear: nn.Module) -> Any:
     """A Tensor or a Quantised."""
     return linear.matrix if isinstance(linear, QuantisedLinear) else linear.weight
 
