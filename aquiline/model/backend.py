@@ -151,7 +151,7 @@ def _source() -> str:
 def _load(compiler: list[str]) -> ctypes.CDLL:
     openmp = _openmp()
     version = _run([*compiler, "--version"])
-    parts = [_source(), version, *_FLAGS, *sorted(cpu_flags()), str(openmp)]
+    parts = [_source(), version, *compiler, *_FLAGS, *sorted(cpu_flags()), str(openmp)]
     name = f"kernel-{hashlib.sha256(chr(0).join(parts).encode(errors='replace')).hexdigest()[:24]}.so"
     folder = cache_folder()
     if folder is None:  # nowhere to keep it
@@ -239,12 +239,12 @@ def _blocks(weight: Tensor) -> Tensor:
 
 
 def _packed(blocks: Tensor) -> Tensor:
-    """Blocks as the kernel reads them: the 16 outputs side by side, for bf16 two inputs of each."""
-    if blocks.dtype == torch.bfloat16:
-        blocks = blocks.unflatten(2, (-1, 2)).permute(0, 2, 1, 3)
-    else:
-        blocks = blocks.permute(0, 2, 1)
-    return large_pages.copy(blocks)
+    """Blocks as the kernel reads them: of a pair a line each in turn, the 16 outputs side by side, for bf16 two inputs of
+    each.
+    """
+    pairs = F.pad(blocks, (0, 0, 0, 0, 0, len(blocks) % 2)).unflatten(0, (-1, 2))
+    inputs = 2 if blocks.dtype == torch.bfloat16 else 1
+    return large_pages.copy(pairs.unflatten(3, (-1, inputs)).permute(0, 3, 1, 2, 4))
 
 
 def _packed_integers(matrix: Quantised) -> Tensor:

@@ -116,9 +116,9 @@ void open_tiles() {
 }
 void close_tiles() { _tile_release(); }
 
-// 16 or 32 rows x 32 outputs: tiles 0-3 sums, 4-5 inputs, 6-7 weights. Out: float32 [row block][out block][16][16].
+// 16 or 32 rows by a pair of blocks: tiles 0-3 sums, 4-5 inputs, 6-7 weights. Out: float32 [row block][block][16][16].
 template <bool kTwo>
-inline void tile_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1, int64_t in, float* out) {
+inline void tile_gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
   stored();
   _tile_zero(0);
   _tile_zero(1);
@@ -127,13 +127,11 @@ inline void tile_gemm(const bf16* x, int64_t ldx, const bf16* w0, const bf16* w1
     _tile_zero(3);
   }
   for (int64_t k = 0; k < in; k += 32) {
-    const bf16 *a = w0 + k * kBlock, *b = w1 + k * kBlock;
-    for (int line = 0; line < 16; line++) {
-      _mm_prefetch(reinterpret_cast<const char*>(a) + 8192 + line * 64, _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(b) + 8192 + line * 64, _MM_HINT_T0);
-    }
-    _tile_loadd(6, a, 64);
-    _tile_loadd(7, b, 64);
+    const bf16* at = w + 2 * k * kBlock;
+    for (int line = 0; line < 32; line++)
+      _mm_prefetch(reinterpret_cast<const char*>(at) + 16384 + line * 64, _MM_HINT_T0);
+    _tile_loadd(6, at, 128);
+    _tile_loadd(7, at + 2 * kBlock, 128);
     _tile_loadd(4, x + k, ldx * 2);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
@@ -169,15 +167,24 @@ constexpr bool kHasTiles = false;
 void open_tiles() {}
 void close_tiles() {}
 template <bool kTwo>
-inline void tile_gemm(const bf16*, int64_t, const bf16*, const bf16*, int64_t, float*) {}
+inline void tile_gemm(const bf16*, int64_t, const bf16*, int64_t, float*) {}
 inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 #endif
 
-// Of the blocks to come: with several rows there is time for it.
-inline void fetch(const bf16* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+// Packed weights are pairs of blocks of 16 outputs. The lines of a pair take turns, and all pairs lie one behind the
+// other: memory is read fastest in one stream. A line has one input of each output of a block, of bf16 two. With several
+// rows there is time to fetch what lies so many bytes ahead.
+constexpr int64_t kLine = 64;  // bytes
+template <int R>
+inline void fetch(const void* line, int64_t ahead) {
+  if (R > 2) _mm_prefetch(static_cast<const char*>(line) + ahead, _MM_HINT_T1);
+}
 
-// R rows x B blocks, the sum over `in` in order. Out: float32 [B][R][16]. A sum waits for its last addition, and a block
-// is a stream of its own: with enough sums at once the one, and with several blocks the memory's latency, is hidden.
+// How many rows share a weight: as many as there are sums in registers. Of more than kMostPairs a pair's blocks are read
+// one after the other.
+constexpr int kMostRows = kParts == 1 ? 12 : 6, kMostPairs = kParts == 1 ? 12 : 3;
+
+// R rows by B blocks of a pair, each sum over `in` in order. Out: float32 [B][R][16].
 template <int R, int B>
 struct Sums {
   V of[B][R];
@@ -198,27 +205,29 @@ struct Sums {
   }
 };
 template <int R, int B>
-inline void gemm(const float* x, int64_t ldx, const float* w, int64_t in, float* out) {
+inline void gemm(const float* x, int64_t ldx, const float* w, int64_t in, int64_t ahead, float* out) {
   Sums<R, B> sums;
-  for (int64_t k = 0; k < in; k++) {
+  for (int64_t k = 0; k < in; k++, w += 2 * kBlock) {
     V weights[B];
-    for (int b = 0; b < B; b++) weights[b] = load(w + (b * in + k) * kBlock);
+    for (int b = 0; b < B; b++) {
+      fetch<R>(w + b * kBlock, ahead);
+      weights[b] = load(w + b * kBlock);
+    }
     sums.add(weights, x + k, ldx);
   }
   sums.store_to(out);
 }
 template <int R, int B>
-inline void gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
+inline void gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, int64_t ahead, float* out) {
   Sums<R, B> sums;
-  for (int64_t k = 0; k < in; k += 2) {
+  for (int64_t k = 0; k < in; k += 2, w += 4 * kBlock) {
     V weights[B];
     for (int b = 0; b < B; b++) {
-      const bf16* at = w + (b * in + k) * kBlock;
-      if (R > 2) fetch(at + B * in * kBlock);
-      weights[b] = lower(at);
+      fetch<R>(w + b * 2 * kBlock, ahead);
+      weights[b] = lower(w + b * 2 * kBlock);
     }
     sums.add(weights, x + k, ldx);
-    for (int b = 0; b < B; b++) weights[b] = upper(w + (b * in + k) * kBlock);
+    for (int b = 0; b < B; b++) weights[b] = upper(w + b * 2 * kBlock);
     sums.add(weights, x + k + 1, ldx);
   }
   sums.store_to(out);
@@ -228,16 +237,15 @@ inline void gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, float* 
 constexpr bool kHasDots = true;
 // By dot products of two bf16 each.
 template <int R, int B>
-inline void gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, float* out) {
+inline void gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, int64_t ahead, float* out) {
   __m512 acc[B][R];
   for (auto& of_block : acc)
     for (__m512& a : of_block) a = _mm512_setzero_ps();
-  for (int64_t k = 0; k < in; k += 2) {
+  for (int64_t k = 0; k < in; k += 2, w += 4 * kBlock) {
     __m512bh weights[B];
     for (int b = 0; b < B; b++) {
-      const bf16* at = w + (b * in + k) * kBlock;
-      if (R > 2) fetch(at + B * in * kBlock);
-      weights[b] = (__m512bh)_mm512_loadu_si512(at);
+      fetch<R>(w + b * 2 * kBlock, ahead);
+      weights[b] = (__m512bh)_mm512_loadu_si512(w + b * 2 * kBlock);
     }
     for (int r = 0; r < R; r++) {
       int pair;
@@ -270,25 +278,17 @@ constexpr bool kHasDots = false;
 template <int K>
 inline void dot_scores(const bf16*, const bf16*, int64_t, float*) {}
 template <int R, int B>
-inline void gemm(const bf16*, int64_t, const bf16*, int64_t, float*) {}
+inline void gemm(const bf16*, int64_t, const bf16*, int64_t, int64_t, float*) {}
 #endif
 
-// How many blocks so many rows share: as many sums as fit into the registers beside the weights and an input.
-constexpr int kMostRows = kParts == 1 ? 8 : 6;
-constexpr int blocks_at_once(int rows) {
-  return kParts == 1 ? (rows <= 6 ? 4 : 3) : rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1;
-}
-
-// Up to `count` blocks for R or fewer rows; returns how many it were.
+// A pair for R or fewer rows. Out: float32 [2][rows][16].
 template <int R, typename X, typename W>
-int64_t multiply(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t in, int64_t count, float* out) {
+void multiply(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t in, int64_t ahead, float* out) {
   if constexpr (R > 1)
-    if (rows < R) return multiply<R - 1>(x, ldx, rows, w, in, count, out);
-  constexpr int most = blocks_at_once(R);
-  if (most >= 4 && count >= 4) return gemm<R, std::min(most, 4)>(x, ldx, w, in, out), 4;
-  if (most >= 3 && count >= 3) return gemm<R, std::min(most, 3)>(x, ldx, w, in, out), 3;
-  if (most >= 2 && count >= 2) return gemm<R, std::min(most, 2)>(x, ldx, w, in, out), 2;
-  return gemm<R, 1>(x, ldx, w, in, out), 1;
+    if (rows < R) return multiply<R - 1>(x, ldx, rows, w, in, ahead, out);
+  if constexpr (R <= kMostPairs) return gemm<R, 2>(x, ldx, w, in, ahead, out);
+  gemm<R, 1>(x, ldx, w, in, ahead, out);
+  gemm<R, 1>(x, ldx, w + kLine / sizeof(W), in, ahead, out + R * kBlock);
 }
 
 // What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, as tiles read
@@ -326,26 +326,24 @@ struct Inputs {
   }
 };
 
-// Pairs of blocks from `pair` to `end`, for all rows: use(row, pair, 16 outputs, the next 16 or null). Some blocks serve
-// all rows while they are near.
+// Pairs of blocks from `pair` to `end`, for all rows: use(row, pair, 16 outputs, the next 16 or null). Weights serve so
+// many rows at once, the others while they are near.
 template <typename X, typename W, typename Use>
 void multiply_pairs(const X* x, int64_t ldx, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
-  int64_t in = up(w.in, 32), last = std::min(2 * end, up(w.out, kBlock) / kBlock);
-  int64_t chunks = (M + kMostRows - 1) / kMostRows;
-  int64_t group = blocks_at_once((M + chunks - 1) / chunks) == 3 ? 6 : 4;
-  alignas(64) float out[6 * kMostRows * kBlock];
-  for (int64_t block = 2 * pair, count; block < last; block += count) {
-    count = std::min(group, last - block);
-    const W* weight = static_cast<const W*>(w.weight) + block * in * kBlock;
+  int64_t in = up(w.in, 32), chunks = (M + kMostRows - 1) / kMostRows;
+  // While a pair is read again, the next one is fetched.
+  int64_t ahead = M > kMostPairs ? 2 * in * kBlock * int64_t(sizeof(W)) : kAhead;
+  alignas(64) float out[2 * kMostRows * kBlock];
+  for (; pair < end; pair++) {
+    bool second = (2 * pair + 1) * kBlock < w.out;
+    const W* weight = static_cast<const W*>(w.weight) + 2 * pair * in * kBlock;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m, step = rows * kBlock;
-      for (int64_t b = 0; b < count;)
-        b += multiply<kMostRows>(x + m * ldx, ldx, rows, weight + b * in * kBlock, in, count - b, out + b * step);
-      for (int64_t b = 0; b < count; b += 2)
-        for (int64_t r = 0; r < rows; r++) {
-          const float* row = out + b * step + r * kBlock;
-          use(m + r, (block + b) / 2, row, b + 1 < count ? row + step : nullptr);
-        }
+      int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m;
+      multiply<kMostRows>(x + m * ldx, ldx, rows, weight, in, ahead, out);
+      for (int64_t r = 0; r < rows; r++) {
+        const float* row = out + r * kBlock;
+        use(m + r, pair, row, second ? row + rows * kBlock : nullptr);
+      }
     }
   }
 }
@@ -353,15 +351,14 @@ void multiply_pairs(const X* x, int64_t ldx, int64_t M, const Linear& w, int64_t
 // The same by tiles.
 template <typename Use>
 void tile_pairs(Inputs& x, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
-  int64_t in = up(w.in, 32), step = in * kBlock;
+  int64_t in = up(w.in, 32);
   alignas(64) float out[4 * 256];
   for (; pair < end; pair++) {
-    bool second = 2 * pair + 1 < up(w.out, kBlock) / kBlock;
-    const bf16* a = static_cast<const bf16*>(w.weight) + 2 * pair * step;
-    const bf16* b = second ? a + step : a;
+    bool second = (2 * pair + 1) * kBlock < w.out;
+    const bf16* weight = static_cast<const bf16*>(w.weight) + 2 * pair * in * kBlock;
     for (int64_t m = 0; m < M; m += 32) {
-      if (M - m > 16) tile_gemm<true>(x.half(m), x.ld, a, b, in, out);
-      else tile_gemm<false>(x.half(m), x.ld, a, b, in, out);
+      if (M - m > 16) tile_gemm<true>(x.half(m), x.ld, weight, in, out);
+      else tile_gemm<false>(x.half(m), x.ld, weight, in, out);
       for (int64_t r = 0; r < std::min<int64_t>(32, M - m); r++) {
         const float* row = out + (r / 16) * 512 + (r % 16) * 16;
         use(m + r, pair, row, second ? row + 256 : nullptr);
