@@ -297,6 +297,19 @@ def test_a_panic_anywhere_in_the_engines_thread_is_not_silent(folders, no_cache,
         until(lambda: running.server.should_exit)
 
 
+def test_beside_others_a_reply_is_told_in_larger_pieces_and_whole(quick, alone, monkeypatch):
+    monkeypatch.setattr("aquiline.serve.loop._TOLD", 1e-3)
+    gate = Gate(quick.service)
+    calls = [in_thread(lambda: list(ask(quick.client(), stream=True, max_tokens=40))) for _ in range(2)]
+    taken(quick.service, 2)
+    gate.open()
+    for call in calls:
+        chunks = call()
+        assert joined(chunks) == alone.generate(HI, max_new_tokens=40).text
+        pieces = [c for c in chunks if c.choices and c.choices[0].delta.content]
+        assert 2 <= len(pieces) <= 5  # the first token, what else both write, and what the later one writes alone
+
+
 def test_a_text_that_cannot_be_read_fails_its_request_alone(quick, alone, caplog):
     gate, loop = Gate(quick.service), quick.service.loop
     stream = in_thread(lambda: ask(quick.client(), stream=True, max_tokens=9))

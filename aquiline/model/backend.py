@@ -239,9 +239,7 @@ def _blocks(weight: Tensor) -> Tensor:
 
 
 def _packed(blocks: Tensor) -> Tensor:
-    """Blocks as the kernel reads them: of a pair a line each in turn, the 16 outputs side by side, for bf16 two inputs of
-    each.
-    """
+    """Pairs of blocks as the kernel reads them: a line of each in turn, outputs side by side, in bf16 of two inputs."""
     pairs = F.pad(blocks, (0, 0, 0, 0, 0, len(blocks) % 2)).unflatten(0, (-1, 2))
     inputs = 2 if blocks.dtype == torch.bfloat16 else 1
     return large_pages.copy(pairs.unflatten(3, (-1, inputs)).permute(0, 3, 1, 2, 4))

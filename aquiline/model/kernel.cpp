@@ -172,13 +172,21 @@ inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 #endif
 
 // Packed weights are pairs of blocks of 16 outputs. The lines of a pair take turns, and all pairs lie one behind the
-// other: memory is read fastest in one stream. A line has one input of each output of a block, of bf16 two. With several
-// rows there is time to fetch what lies so many bytes ahead.
+// other: memory is read fastest in one stream. A line has one input of each output of a block, of bf16 two.
 constexpr int64_t kLine = 64;  // bytes
-template <int R>
-inline void fetch(const void* line, int64_t ahead) {
-  if (R > 2) _mm_prefetch(static_cast<const char*>(line) + ahead, _MM_HINT_T1);
-}
+
+// What is fetched while weights are multiplied: two lines with each step, the next ones `step` bytes further.
+struct Fetch {
+  const char* at;
+  int64_t step;
+  template <int R>
+  void next() {  // with a row or two there is no time for it
+    if (R <= 2) return;
+    _mm_prefetch(at, _MM_HINT_T1);
+    _mm_prefetch(at + kLine, _MM_HINT_T1);
+    at += step;
+  }
+};
 
 // How many rows share a weight: as many as there are sums in registers. Of more than kMostPairs a pair's blocks are read
 // one after the other.
@@ -205,27 +213,23 @@ struct Sums {
   }
 };
 template <int R, int B>
-inline void gemm(const float* x, int64_t ldx, const float* w, int64_t in, int64_t ahead, float* out) {
+inline void gemm(const float* x, int64_t ldx, const float* w, int64_t in, Fetch fetch, float* out) {
   Sums<R, B> sums;
   for (int64_t k = 0; k < in; k++, w += 2 * kBlock) {
     V weights[B];
-    for (int b = 0; b < B; b++) {
-      fetch<R>(w + b * kBlock, ahead);
-      weights[b] = load(w + b * kBlock);
-    }
+    fetch.next<R>();
+    for (int b = 0; b < B; b++) weights[b] = load(w + b * kBlock);
     sums.add(weights, x + k, ldx);
   }
   sums.store_to(out);
 }
 template <int R, int B>
-inline void gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, int64_t ahead, float* out) {
+inline void gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, Fetch fetch, float* out) {
   Sums<R, B> sums;
   for (int64_t k = 0; k < in; k += 2, w += 4 * kBlock) {
     V weights[B];
-    for (int b = 0; b < B; b++) {
-      fetch<R>(w + b * 2 * kBlock, ahead);
-      weights[b] = lower(w + b * 2 * kBlock);
-    }
+    fetch.next<R>();
+    for (int b = 0; b < B; b++) weights[b] = lower(w + b * 2 * kBlock);
     sums.add(weights, x + k, ldx);
     for (int b = 0; b < B; b++) weights[b] = upper(w + b * 2 * kBlock);
     sums.add(weights, x + k + 1, ldx);
@@ -237,16 +241,14 @@ inline void gemm(const float* x, int64_t ldx, const bf16* w, int64_t in, int64_t
 constexpr bool kHasDots = true;
 // By dot products of two bf16 each.
 template <int R, int B>
-inline void gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, int64_t ahead, float* out) {
+inline void gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, Fetch fetch, float* out) {
   __m512 acc[B][R];
   for (auto& of_block : acc)
     for (__m512& a : of_block) a = _mm512_setzero_ps();
   for (int64_t k = 0; k < in; k += 2, w += 4 * kBlock) {
     __m512bh weights[B];
-    for (int b = 0; b < B; b++) {
-      fetch<R>(w + b * 2 * kBlock, ahead);
-      weights[b] = (__m512bh)_mm512_loadu_si512(w + b * 2 * kBlock);
-    }
+    fetch.next<R>();
+    for (int b = 0; b < B; b++) weights[b] = (__m512bh)_mm512_loadu_si512(w + b * 2 * kBlock);
     for (int r = 0; r < R; r++) {
       int pair;
       std::memcpy(&pair, x + r * ldx + k, 4);
@@ -278,17 +280,19 @@ constexpr bool kHasDots = false;
 template <int K>
 inline void dot_scores(const bf16*, const bf16*, int64_t, float*) {}
 template <int R, int B>
-inline void gemm(const bf16*, int64_t, const bf16*, int64_t, int64_t, float*) {}
+inline void gemm(const bf16*, int64_t, const bf16*, int64_t, Fetch, float*) {}
 #endif
 
 // A pair for R or fewer rows. Out: float32 [2][rows][16].
 template <int R, typename X, typename W>
-void multiply(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t in, int64_t ahead, float* out) {
+void multiply(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t in, Fetch fetch, float* out) {
   if constexpr (R > 1)
-    if (rows < R) return multiply<R - 1>(x, ldx, rows, w, in, ahead, out);
-  if constexpr (R <= kMostPairs) return gemm<R, 2>(x, ldx, w, in, ahead, out);
-  gemm<R, 1>(x, ldx, w, in, ahead, out);
-  gemm<R, 1>(x, ldx, w + kLine / sizeof(W), in, ahead, out + R * kBlock);
+    if (rows < R) return multiply<R - 1>(x, ldx, rows, w, in, fetch, out);
+  if constexpr (R <= kMostPairs) return gemm<R, 2>(x, ldx, w, in, fetch, out);
+  fetch.step /= 2;  // of each block
+  gemm<R, 1>(x, ldx, w, in, fetch, out);
+  fetch.at += in * kBlock * int64_t(sizeof(W)) * fetch.step / kLine;
+  gemm<R, 1>(x, ldx, w + kLine / sizeof(W), in, fetch, out + R * kBlock);
 }
 
 // What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, as tiles read
@@ -330,16 +334,18 @@ struct Inputs {
 // many rows at once, the others while they are near.
 template <typename X, typename W, typename Use>
 void multiply_pairs(const X* x, int64_t ldx, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
-  int64_t in = up(w.in, 32), chunks = (M + kMostRows - 1) / kMostRows;
-  // While a pair is read again, the next one is fetched.
-  int64_t ahead = M > kMostPairs ? 2 * in * kBlock * int64_t(sizeof(W)) : kAhead;
+  int64_t in = up(w.in, 32), chunks = (M + kMostRows - 1) / kMostRows, bytes = 2 * in * kBlock * int64_t(sizeof(W));
+  // While a pair is read several times the next one is fetched, a part with each time.
+  int64_t ahead = M > kMostPairs ? bytes : kAhead;
   alignas(64) float out[2 * kMostRows * kBlock];
   for (; pair < end; pair++) {
     bool second = (2 * pair + 1) * kBlock < w.out;
     const W* weight = static_cast<const W*>(w.weight) + 2 * pair * in * kBlock;
+    const char* coming = reinterpret_cast<const char*>(weight) + ahead;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m;
-      multiply<kMostRows>(x + m * ldx, ldx, rows, weight, in, ahead, out);
+      Fetch fetch{coming + bytes * chunk / chunks, 2 * kLine / chunks};
+      multiply<kMostRows>(x + m * ldx, ldx, rows, weight, in, fetch, out);
       for (int64_t r = 0; r < rows; r++) {
         const float* row = out + r * kBlock;
         use(m + r, pair, row, second ? row + rows * kBlock : nullptr);

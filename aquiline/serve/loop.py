@@ -1,6 +1,6 @@
 """The engine's thread: everything that computes runs here, and nothing else does.
 
-Handlers hand calls in and are told of every step; whatever they do meanwhile, the next cycle does not wait for it.
+Handlers hand calls in and are told of what comes; whatever they do meanwhile, the next cycle does not wait for it.
 """
 
 import json
@@ -22,19 +22,20 @@ from aquiline.serve.metrics import Metrics
 
 _TRIED = 4  # tokens of a prompt, and of a reply, by which an engine is tried
 _FAULTS = 5  # without a token between them, after which no other engine is tried
+_TOLD = 400  # times a second that all requests together are told of steps: the next cycle waits for the handlers' work
 
 log = logging.getLogger("aquiline.serve")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one cycle adds to a reply, or why there is no more."""
+    """What one cycle, or some, add to a reply, or why there is no more."""
 
     text: str = ""  # becomes visible now; may lag behind the tokens
     ids: Sequence[int] = ()
     origins: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()  # as many as ids, where they were asked for
-    tree: tuple[Tree, list[int]] | None = None  # that was verified, and its accepted nodes
+    tree: tuple[Tree, list[int]] | None = None  # that was verified last, and its accepted nodes
     finish_reason: str | None = None
     fault: Refused | None = None
 
@@ -80,6 +81,7 @@ class EngineLoop:
         self._calls: deque[deque[Job]] = deque()  # whose jobs the engine does not have yet; the next one first
         self._coming: list[Sequence[Job]] = []
         self._leaving: list[Job] = []
+        self._untold: list[Job] = []  # of what the last steps added
         self._stopping = False
         self._faults = 0  # since the last token
         self._wake = threading.Condition()
@@ -199,9 +201,19 @@ class EngineLoop:
             log.exception("the engine has failed in a step, and the requests that ran with it")
             self._recover()
             return
-        for request in touched:
+        if touched:
             self._faults = 0
-            job = self._jobs[request]
+        now, pause = time.perf_counter(), (self.engine.running - 1) / _TOLD  # a lone reply is told of every step
+        with_news = dict.fromkeys([*self._untold, *(self._jobs[request] for request in touched)])
+        self._untold = []
+        for job in with_news:
+            request = job.request
+            if request not in self._jobs:
+                continue
+            at_once = not job.told_ids or request.finish_reason is not None or request.grammar is not None
+            if not at_once and now - job.told_at < pause:
+                self._untold.append(job)
+                continue
             try:
                 self._tell(job)
             except BaseException:
