@@ -1,0 +1,53 @@
+"""A trained head's folder with weights of fewer mantissa bits, which a repository stores in fewer bytes.
+
+    python runs/round_head.py HEAD OUT [--bits 4]
+
+The tensors stay bf16, whose mantissa has 7 bits, and are rounded to the nearest value with so many; the others are then
+zeros, which compress. OUT gets model.safetensors, config.json and run.json, which tells of it.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aquiline.files.disk import write_json_atomic
+
+MANTISSA = 7  # bits of a bf16, without the leading one
+
+
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """The nearest bf16 with `bits` bits of mantissa, of two as near the one that ends in a zero."""
+    drop = MANTISSA - bits
+    whole = x.view(torch.int16).int() & 0xFFFF
+    if drop == 0:
+        return x
+    up = (1 << (drop - 1)) - 1 + (whole >> drop & 1)
+    kept = (whole + up) >> drop << drop  # a mantissa that overflows raises the exponent, as it should
+    return torch.where(x.isfinite(), kept.to(torch.int16).view(torch.bfloat16), x)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--bits", type=int, default=4, choices=range(1, MANTISSA + 1))
+    given = parser.parse_args()
+    tensors = load_file(given.head / "model.safetensors")
+    record = json.loads((given.head / "run.json").read_text("utf-8"))
+    given.out.mkdir(parents=True, exist_ok=True)
+    made = {k: rounded(x, given.bits).contiguous() if x.dtype == torch.bfloat16 else x for k, x in tensors.items()}
+    part = given.out / "model.safetensors.part"
+    save_file(made, part, metadata={"format": "pt"})
+    part.replace(given.out / "model.safetensors")
+    shutil.copyfile(given.head / "config.json", given.out / "config.json")
+    write_json_atomic(given.out / "run.json", record | {"mantissa_bits": given.bits})
+    print(f"{given.out}: bf16 weights with {given.bits} bits of mantissa")
+
+
+if __name__ == "__main__":
+    main()
