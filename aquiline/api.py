@@ -33,7 +33,7 @@ from aquiline.decode.engine import Engine, Request, check_tree_and_draft
 from aquiline.decode.sampling import Grammar
 from aquiline.files import checkpoint, disk
 from aquiline.files.checkpoint import DEFAULT
-from aquiline.model.backend import fast_bf16, usable
+from aquiline.model.backend import eight_bits_pay, fast_bf16, usable
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 
@@ -343,8 +343,8 @@ def load(
     which makes another target of it, that the same draft fits; `template_kwargs` go to the chat template with every
     prompt, such as {"enable_thinking": False}. `exact`: no token's numbers may depend on what else is in its pass, so
     that in 16 bits, too, plain and speculative text are one; with the kernel they never do (model/exact.py).
-    `quantize_draft` (int8, int4, none) is of the head's weights, and changes no text; auto is int8 where the CPU kernel
-    decodes in bfloat16, for which it is faster. UserError says what does not fit.
+    `quantize_draft` (int8, int4, none) is of the head's weights; the target has the last word on the text all the same;
+    auto is int8 where that is faster (backend.eight_bits_pay). UserError says what does not fit.
     """
     settings = dict(template_kwargs or {})
     check_quantize_draft(quantize_draft)
@@ -353,6 +353,10 @@ def load(
     kind = pick_dtype(dtype, target, where)
     name = checkpoint.target_name(target)
     if str(draft) in (NGRAM, NONE):
+        require(
+            quantize_draft in ("auto", "none"),
+            f"--quantize-draft {quantize_draft} is of a head's weights, and draft {draft} has none: leave it out",
+        )
         chat = load_chat(target)
         model = load_target(target, kind, where)
         fingerprint = checkpoint.target_fingerprint(model)  # packing takes the weights away
@@ -374,10 +378,10 @@ def load(
     _quantise(model, quantize, target)
     _check_template_kwargs(folder, settings)
     if quantize_draft == "auto":
-        quantize_draft = "int8" if kind == torch.bfloat16 and usable(kind, where) else "none"
+        quantize_draft = "int8" if eight_bits_pay(kind, where) else "none"
     if quantize_draft != "none":
         head.quantise(quantize_draft)
-        _warn_slow(f"--quantize-draft {quantize_draft}", model)
+        _warn_slow(f"--quantize-draft {quantize_draft}", model, 3)
     packed, called = _packed(model, exact), checkpoint.draft_name(folder)
     return Model(packed, head.pack(), chat, name, called, folder, fingerprint, settings)
 
@@ -406,16 +410,16 @@ def _quantise(model: Target, how: str | None, target: str | Path) -> None:
     if how is None:
         return
     model.quantise(how, checkpoint.stored_integers(target))
-    _warn_slow(f"--quantize {how}", model)
+    _warn_slow(f"--quantize {how}", model, 4)
 
 
-def _warn_slow(asked: str, model: Target) -> None:
+def _warn_slow(asked: str, model: Target, level: int) -> None:
     if not usable(model.dtype, model.device):
         warnings.warn(
             f"{asked} is fast in the CPU kernel, which does not run here ({model.decoding}): decoding is right, and "
             "slower than without it",
             AquilineWarning,
-            stacklevel=4,
+            stacklevel=level,
         )
 
 

@@ -54,7 +54,8 @@ def aquiline(settings: dict) -> tuple[str, Decode]:
 
     torch.set_num_threads(settings["threads"])
     tree = settings["tree"]
-    model = load(settings["target"], settings["draft"] if tree else "none", dtype=settings["dtype"])
+    draft, how = (settings["draft"], settings.get("quantize_draft", "auto")) if tree else ("none", "auto")
+    model = load(settings["target"], draft, dtype=settings["dtype"], quantize_draft=how)
 
     def decode(ids: list[int], tokens: int, _: list[int]) -> tuple[list[int], int | None]:
         model.engine.forget()  # every turn runs its prompt

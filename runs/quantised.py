@@ -37,6 +37,7 @@ def main() -> None:
     models = {name: load(dtype="bfloat16", quantize=None if name == "bf16" else name) for name in ("bf16", *QUANTIZE)}
     record: dict[str, Any] = {"prompts": len(prompts), "max_new_tokens": given.max_new_tokens}
     record |= {"ways": {name: model.target.decoding for name, model in models.items()}}
+    record |= {"quantize_draft": models["bf16"].quantised_draft}
     with quiet(None) as load_of_others:
         for part in given.parts.split(","):
             record[part] = {"distribution": distribution, "passes": passes, "decoding": decoding}[part](

@@ -291,6 +291,22 @@ def test_builds_for_other_cpus_agree(other_build, dtype, monkeypatch):
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", [16, 33, 100])  # blocks of 16: one, three, seven
+def test_a_row_is_the_same_however_many_are_multiplied_with_it_in_every_build(other_build, dtype, out, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    weights = Weights.stacked([torch.randn(out, 70, generator=generator).to(dtype)])
+    x = torch.randn(40, 70, generator=generator).to(dtype)
+    for lib in (backend.library(), other_build):
+        with monkeypatch.context() as patched:
+            patched.setattr(backend, "library", lambda lib=lib: lib)
+            patched.setattr(backend, "_tiles", lambda: False)
+            whole = weights(x)
+            for rows in range(1, 40):
+                assert torch.equal(weights(x[:rows]), whole[:rows]), rows
+
+
+@needs_kernel
 @pytest.mark.parametrize("bits", [8, 4])
 def test_products_of_whole_numbers_are_the_same_in_every_build(other_build, bits, monkeypatch):
     generator = torch.Generator().manual_seed(0)

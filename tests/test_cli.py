@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import typer
 
+from aquiline import api
 from aquiline.api import Model, load_chat
 from aquiline.cli import main as cli
 from aquiline.config import DEFAULT_TREE, BenchConfig, UserError
@@ -128,6 +129,25 @@ def test_generate_streams_text_to_stdout_and_the_rest_to_stderr(aquiline, folder
     assert (code, piped) == (0, out)
     _, other, _ = aquiline("generate", "hi", *models(folders), "--max-new-tokens", 20, "--system", "S")
     assert other != out
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "eval", "bench", "serve"])
+def test_what_is_loaded_is_what_was_asked_for(aquiline, monkeypatch, tmp_path, verb):
+    asked = {"dtype": "float32", "device": "cpu", "quantize": "int8", "quantize_draft": "int4", "exact": True}
+    given: dict[str, object] = {}
+
+    def refuse(*names, **settings):
+        given.update(settings, names=names)
+        raise UserError("enough is known")
+
+    monkeypatch.setattr(api, "load", refuse)
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "hi"}) + "\n")
+    flags = [x for k, v in asked.items() for x in (f"--{k.replace('_', '-')}", v) if x is not True]
+    what = {"generate": ["hi"], "eval": [tmp_path / "mine.jsonl"], "bench": [tmp_path / "mine.jsonl"]}.get(verb, [])
+    port = ["--port", 0] if verb == "serve" else []
+    code, _, err = aquiline(verb, *what, "--target", "t", "--draft", "d", *flags, *port)
+    assert (code, "enough is known" in err) == (2, True)
+    assert given == asked | {"names": ("t", "d"), "template_kwargs": {}}
 
 
 @pytest.mark.parametrize("draft", ["draft", "ngram", "none"])

@@ -158,9 +158,12 @@ def test_speculative_text_is_the_plain_text_alone_and_in_a_batch(how, dtype):
 
 @needs_kernel
 @pytest.mark.parametrize("how", QUANTIZE)
-def test_a_quantised_drafts_pass_is_that_of_pytorch(how):
-    """As above; fc and head, which are apart from the layer, too."""
-    target = tiny_target()
+@pytest.mark.parametrize("width", [32, 40, 72])
+def test_a_quantised_drafts_pass_is_that_of_pytorch(how, width):
+    """As above; fc and head, which are apart from the layer, too. A width that ends within a group of 32: the feature
+    that stood behind it has no part in what the MLP reads.
+    """
+    target = tiny_target(hidden_size=width)
     models = {name: tiny_draft(target, attention_bias=True, qk_norm=True) for name in ("plain", "slow", "packed")}
     models["slow"].quantise(how)
     models["packed"].quantise(how).pack()
@@ -245,10 +248,10 @@ def test_loaded_from_a_folder_with_a_draft_for_the_unquantised(folders, how, rec
 @pytest.mark.parametrize(
     ("dtype", "asked", "expected"),
     [
-        ("bfloat16", {}, "int8"),
+        ("bfloat16", {}, "int8" if backend.eight_bits_pay(torch.bfloat16, torch.device("cpu")) else None),
         ("float32", {}, None),
         ("bfloat16", {"quantize_draft": "none"}, None),
-        ("bfloat16", {"quantize": "int4"}, "int8"),
+        ("bfloat16", {"quantize": "int4", "quantize_draft": "int8"}, "int8"),
         ("float32", {"quantize_draft": "int4"}, "int4"),
     ],
 )
@@ -261,6 +264,27 @@ def test_the_heads_weights_are_of_8_bits_where_that_is_faster_and_the_text_stays
     result = model.generate("Tell me.", max_new_tokens=30, tree="3:4:9")
     assert result.cycles > 0
     assert result.token_ids == model.generate("Tell me.", max_new_tokens=30, plain=True).token_ids
+
+
+def test_eight_bits_pay_where_there_are_dot_products_of_them_and_no_tiles(monkeypatch):
+    def pay(flags, dtype=torch.bfloat16, tiles=False, usable=True):
+        monkeypatch.setattr(backend, "cpu_flags", lambda: frozenset(flags))
+        monkeypatch.setattr(backend, "_tiles", lambda: tiles)
+        monkeypatch.setattr(backend, "usable", lambda dtype, device: usable)
+        return backend.eight_bits_pay(dtype, torch.device("cpu"))
+
+    vnni = {"avx2", "avx512_vnni"}
+    assert pay(vnni)
+    assert not pay({"avx2"})
+    assert not pay(vnni, torch.float32)
+    assert not pay(vnni, tiles=True)
+    assert not pay(vnni, usable=False)
+
+
+def test_what_passes_cost_is_another_thing_with_a_quantised_head():
+    target = tiny_target()
+    plain, rounded_ = (Engine(target, draft) for draft in (tiny_draft(target), tiny_draft(target).quantise("int8")))
+    assert plain._what_costs_depend_on(plain.drafter) != rounded_._what_costs_depend_on(rounded_.drafter)
 
 
 def test_without_the_kernel_the_head_stays_as_it_is_unless_asked(folders, monkeypatch):
@@ -304,6 +328,11 @@ def test_what_cannot_be_quantised_is_refused(folders, monkeypatch):
         api.load(folders / "target", "none", quantize="q8")
     with pytest.raises(UserError, match=r"quantize_draft 'bf16' is not supported; expected auto, none, int8"):
         api.load(folders / "target", folders / "draft", quantize_draft="bf16")
+    for draft in ("none", "ngram"):
+        with pytest.raises(
+            UserError, match=f"--quantize-draft int8 is of a head's weights, and draft {draft} has none"
+        ):
+            api.load(folders / "target", draft, quantize_draft="int8")
     config = dataclasses.replace(tiny_target().config, structure="x", family="gemma3_text")
     monkeypatch.setattr(checkpoint, "read_target_config", lambda spec: config)
     with pytest.raises(UserError, match=r"--quantize int8 .* a gemma3_text target .*: leave it out; a folder"):

@@ -110,7 +110,7 @@ def test_what_is_learned_from_is_a_call_that_ended_by_itself(clock, way, stream)
     loop.submit = submit
     answer = SimpleNamespace(id="x", chunk=lambda index, step: {}, last_chunk=lambda: None, take=lambda *_: None)
     answer.whole = dict
-    reply = Reply(loop, places, stream, WAIT, 0.05 if way == "unread" else WAIT, read, lambda _: answer)
+    reply = Reply(loop, places, stream, True, WAIT, 0.05 if way == "unread" else WAIT, read, lambda _: answer)
     try:
         asyncio.run(asyncio.wait_for(reply({}, receive, send), WAIT))
     except Refused:

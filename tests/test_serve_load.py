@@ -21,7 +21,7 @@ from aquiline.cli import serve
 from aquiline.config import UserError
 from aquiline.data.grammar import JsonGrammar
 from aquiline.decode.engine import Request
-from aquiline.serve.loop import Step
+from aquiline.serve.loop import Job, Pace, Step
 from aquiline.serve.reply import Places, Reply
 from tests.serving import WAIT, Gate, Leaver, idle, in_thread, of_calls, serving, taken, until
 from tests.test_api import folders, load  # noqa: F401 (a fixture)
@@ -297,17 +297,64 @@ def test_a_panic_anywhere_in_the_engines_thread_is_not_silent(folders, no_cache,
         until(lambda: running.server.should_exit)
 
 
+def pieces_of(chunks) -> list[str]:
+    return [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
+
+
 def test_beside_others_a_reply_is_told_in_larger_pieces_and_whole(quick, alone, monkeypatch):
+    """One token at once, what both write, and what the later one writes alone."""
     monkeypatch.setattr("aquiline.serve.loop._TOLD", 1e-3)
-    gate = Gate(quick.service)
-    calls = [in_thread(lambda: list(ask(quick.client(), stream=True, max_tokens=40))) for _ in range(2)]
+    expected = alone.generate(HI, max_new_tokens=40).text
+    for more, most in (({}, 5), ({"extra_body": {"token_origins": True}}, 100)):
+        gate = Gate(quick.service)
+        calls = [
+            in_thread(lambda more=more: list(ask(quick.client(), stream=True, max_tokens=40, **more))) for _ in "12"
+        ]
+        taken(quick.service, 2)
+        gate.open()
+        for call in calls:
+            chunks = call()
+            assert joined(chunks) == expected
+            assert 2 <= len(pieces_of(chunks)) <= most
+            assert (len(pieces_of(chunks)) > 20) == bool(more)  # who asks for trees gets each
+        until(lambda: idle(quick.service))
+
+
+def test_what_is_withheld_is_told_soon_and_before_a_prompt_is_read_and_before_a_fault(quick, monkeypatch):
+    gate, loop, clock = Gate(quick.service), quick.service.loop, SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("aquiline.serve.loop.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("aquiline.serve.loop._TOLD", 0.1)  # two: within 10 s
+    told: dict[int, list[int]] = {}
+
+    def job(number: int, tokens: int) -> Job:
+        told[number] = []
+
+        def tell(step: Step) -> None:
+            told[number].append(-len(step.ids) if step.fault else len(step.ids))
+
+        request = quick.service.model.request(HI, max_new_tokens=tokens, temperature=0.0)
+        return Job(request, tell, clock.now + 1e6, Pace.SOON)
+
+    loop.submit([job(0, 90)])
+    loop.submit([job(1, 90)])
     taken(quick.service, 2)
+    gate.let(4)
+    until(lambda: gate.holds)
+    assert [len(t) for t in told.values()] == [1, 1]
+    clock.now += 11
+    gate.let(1)
+    until(lambda: gate.holds)
+    assert [len(t) for t in told.values()] == [2, 2]
+    assert all(t[1] > 1 for t in told.values())
+    gate.let(2)
+    until(lambda: gate.holds)
+    assert [len(t) for t in told.values()] == [2, 2]
+    made = [len(j.request.output_ids) for j in loop._jobs.values()]
+    clock.now += 1e7  # past the deadline
     gate.open()
-    for call in calls:
-        chunks = call()
-        assert joined(chunks) == alone.generate(HI, max_new_tokens=40).text
-        pieces = [c for c in chunks if c.choices and c.choices[0].delta.content]
-        assert 2 <= len(pieces) <= 5  # the first token, what else both write, and what the later one writes alone
+    until(lambda: idle(quick.service))
+    assert [sum(t) for t in told.values()] >= made
+    assert all(t[-1] == 0 for t in told.values())  # the fault, behind what was withheld
 
 
 def test_a_text_that_cannot_be_read_fails_its_request_alone(quick, alone, caplog):
@@ -445,7 +492,7 @@ def test_a_reply_is_sent_until_its_deadline_however_slowly_it_is_read():
         sent.append(message)
         await asyncio.sleep(0.02)
 
-    reply = Reply(loop, places, True, 0.1, 0.1, lambda: asked, lambda _: answer)
+    reply = Reply(loop, places, True, True, 0.1, 0.1, lambda: asked, lambda _: answer)
     asyncio.run(asyncio.wait_for(reply({}, asyncio.Event().wait, send), WAIT))
     assert len(sent) < 100
     assert places.taken == 0

@@ -47,7 +47,7 @@ QuantizeDraftFlag = Annotated[
     str,
     typer.Option(
         "--quantize-draft",
-        help="int8, int4 or none: the head's weights; auto is int8 where the CPU kernel runs bfloat16.",
+        help="int8, int4 or none: the head's weights; auto is int8 where that is faster.",
     ),
 ]
 DeviceFlag = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N. [default: cuda if there]")]

@@ -42,8 +42,9 @@ from aquiline.model.machine import ForeignLoad
 KINDS = ("target", "first", "level")  # of passes
 _Key = tuple[str, int, int]  # kind, batch size, context
 
-# Tokens of each row at which a target pass is measured, in this order; kernels have their steps behind multiples of 8.
-PROBED = (1, 8, 4, 16, 9, 32, 17, 2, 12, 6, 25, 24, 33, 64)
+# Tokens of each row at which a target pass is measured, in this order. Kernels have their steps behind multiples of 8
+# or 12.
+PROBED = (1, 8, 4, 16, 12, 32, 9, 13, 2, 17, 6, 25, 24, 33, 64)
 WIDTHS = (4, 8)  # nodes of each row that one draft level may run; fewer where the batch bears no more
 PROBED_WIDTHS = (4, 8, 1)
 MOST_NODES = 63

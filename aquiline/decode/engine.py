@@ -146,6 +146,11 @@ class Engine:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the next step begins with tokens of prompts, which take it longer than a cycle."""
+        return bool(self._waiting) or any(self._missing(*pair) for pair in self._running)
+
     def submit(self, request: Request) -> Request:
         """Queue a request. UserError as in `check`."""
         self.check(request)

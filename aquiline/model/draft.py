@@ -185,7 +185,7 @@ class Draft(nn.Module):
     def quantise(self, how: str) -> "Draft":
         """Round the weights to 8 or 4 bits (`how`, a name of BITS; `lm_head` to 8), and what they read to 8.
 
-        The target has the last word, so the text stays; how much is accepted may change a little.
+        The target has the last word on the text; how much is accepted may change a little.
         """
         assert self._decoder is None
         assert self.quantised is None

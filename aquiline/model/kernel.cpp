@@ -10,8 +10,9 @@
 // of 8 or 4 bits what enters a projection is rounded to 8 bits (kernel_integers.h).
 //
 // Letters: B rows, N places for tokens in each, M tokens computed, H heads, G kv heads, E head width, D width.
-// Packed weights: blocks of 16 outputs; within a block [in / 2][16][2] (bf16: what AMX and AVX512-BF16 read), or
-// [in][16] (float32). `in` is padded to a multiple of 32, `out` to one of 16. Those of 8 or 4 bits: kernel_integers.h.
+// Packed weights: pairs of blocks of 16 outputs; within a pair [in / 2][2][16][2] (bf16: in each block what AMX and
+// AVX512-BF16 read), or [in][2][16] (float32). `in` and `out` are padded to a multiple of 32. Those of 8 or 4 bits:
+// kernel_integers.h.
 
 #include <omp.h>
 #include <sched.h>
@@ -175,7 +176,7 @@ inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 // other: memory is read fastest in one stream. A line has one input of each output of a block, of bf16 two.
 constexpr int64_t kLine = 64;  // bytes
 
-// What is fetched while weights are multiplied: two lines with each step, the next ones `step` bytes further.
+// What is fetched while weights are multiplied: with each of their steps so many bytes, up to two lines.
 struct Fetch {
   const char* at;
   int64_t step;
@@ -183,14 +184,14 @@ struct Fetch {
   void next() {  // with a row or two there is no time for it
     if (R <= 2) return;
     _mm_prefetch(at, _MM_HINT_T1);
-    _mm_prefetch(at + kLine, _MM_HINT_T1);
+    if (step > kLine) _mm_prefetch(at + kLine, _MM_HINT_T1);
     at += step;
   }
 };
 
 // How many rows share a weight: as many as there are sums in registers. Of more than kMostPairs a pair's blocks are read
 // one after the other.
-constexpr int kMostRows = kParts == 1 ? 12 : 6, kMostPairs = kParts == 1 ? 12 : 3;
+constexpr int kMostRows = kParts == 1 ? 12 : 6, kMostPairs = kParts == 1 ? 12 : 2;
 
 // R rows by B blocks of a pair, each sum over `in` in order. Out: float32 [B][R][16].
 template <int R, int B>
@@ -288,11 +289,14 @@ template <int R, typename X, typename W>
 void multiply(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t in, Fetch fetch, float* out) {
   if constexpr (R > 1)
     if (rows < R) return multiply<R - 1>(x, ldx, rows, w, in, fetch, out);
-  if constexpr (R <= kMostPairs) return gemm<R, 2>(x, ldx, w, in, fetch, out);
-  fetch.step /= 2;  // of each block
-  gemm<R, 1>(x, ldx, w, in, fetch, out);
-  fetch.at += in * kBlock * int64_t(sizeof(W)) * fetch.step / kLine;
-  gemm<R, 1>(x, ldx, w + kLine / sizeof(W), in, fetch, out + R * kBlock);
+  if constexpr (R <= kMostPairs) {
+    gemm<R, 2>(x, ldx, w, in, fetch, out);
+  } else {
+    fetch.step = (fetch.step + 1) / 2;  // with each block
+    gemm<R, 1>(x, ldx, w, in, fetch, out);
+    fetch.at += in * kBlock * int64_t(sizeof(W)) / kLine * fetch.step;
+    gemm<R, 1>(x, ldx, w + kLine / sizeof(W), in, fetch, out + R * kBlock);
+  }
 }
 
 // What enters projections: rows padded with zeros to up(width, 32), and up to a multiple of 32 of them, as tiles read
@@ -335,16 +339,16 @@ struct Inputs {
 template <typename X, typename W, typename Use>
 void multiply_pairs(const X* x, int64_t ldx, int64_t M, const Linear& w, int64_t pair, int64_t end, Use use) {
   int64_t in = up(w.in, 32), chunks = (M + kMostRows - 1) / kMostRows, bytes = 2 * in * kBlock * int64_t(sizeof(W));
-  // While a pair is read several times the next one is fetched, a part with each time.
-  int64_t ahead = M > kMostPairs ? bytes : kAhead;
+  int64_t step = (2 * kLine + chunks - 1) / chunks;
   alignas(64) float out[2 * kMostRows * kBlock];
   for (; pair < end; pair++) {
     bool second = (2 * pair + 1) * kBlock < w.out;
     const W* weight = static_cast<const W*>(w.weight) + 2 * pair * in * kBlock;
-    const char* coming = reinterpret_cast<const char*>(weight) + ahead;
+    // While a pair is read several times the next one is fetched, a part with each time.
+    int64_t ahead = M <= kMostPairs ? kAhead : pair + 1 < end ? bytes : 0;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       int64_t m = M * chunk / chunks, rows = M * (chunk + 1) / chunks - m;
-      Fetch fetch{coming + bytes * chunk / chunks, 2 * kLine / chunks};
+      Fetch fetch{reinterpret_cast<const char*>(weight) + ahead + bytes * chunk / chunks, step};
       multiply<kMostRows>(x + m * ldx, ldx, rows, weight, in, fetch, out);
       for (int64_t r = 0; r < rows; r++) {
         const float* row = out + r * kBlock;
@@ -523,7 +527,6 @@ struct Runner {
     float* row = mine().row.data();
     rms_norm(source, weight, D, m.eps, row);
     x.set(token, at, row, D);
-    x.finish(token);
   }
 
   float* state(int64_t token) { return residual.data() + token * D; }
@@ -537,15 +540,16 @@ struct Runner {
   void attention_input(const Layer& l) {
 #pragma omp for schedule(static) nowait
     for (int64_t token = 0; token < M; token++) {
-      if (!draft) {
+      if (draft) {
+        norm_into_x(state(token), l.feature_norm, token, D);
+        float* row = mine().row.data();
+        if (m.normed_residual) std::copy(row, row + D, state(token));
+        get_many(embeds + place[size_t(token)] * D, row, D);
+        norm_into_x(row, l.input_norm, token, 0);
+      } else {
         norm_into_x(state(token), l.input_norm, token, 0);
-        continue;
       }
-      norm_into_x(state(token), l.feature_norm, token, D);
-      float* row = mine().row.data();
-      if (m.normed_residual) std::copy(row, row + D, state(token));
-      get_many(embeds + place[size_t(token)] * D, row, D);
-      norm_into_x(row, l.input_norm, token, 0);
+      x.finish(token);
     }
   }
 
@@ -562,6 +566,7 @@ struct Runner {
     for (int64_t token = 0; token < M; token++) {
       norm_into_x(state(token), l.post_norm, token, 0);
       if (draft) x.clear(token, D, up(D, 32));  // of the feature that stood there
+      x.finish(token);
     }
   }
 

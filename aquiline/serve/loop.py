@@ -1,6 +1,7 @@
 """The engine's thread: everything that computes runs here, and nothing else does.
 
-Handlers hand calls in and are told of what comes; whatever they do meanwhile, the next cycle does not wait for it.
+Handlers hand calls in and are told of what comes. No cycle waits for them, but for the interpreter and the cores, which
+they share: so beside others a reply is told of several steps together.
 """
 
 import json
@@ -10,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from aquiline.config import DEFAULT_TREE, Limits
 from aquiline.data.chat import StopMatcher
@@ -22,7 +24,7 @@ from aquiline.serve.metrics import Metrics
 
 _TRIED = 4  # tokens of a prompt, and of a reply, by which an engine is tried
 _FAULTS = 5  # without a token between them, after which no other engine is tried
-_TOLD = 400  # times a second that all requests together are told of steps: the next cycle waits for the handlers' work
+_TOLD = 400  # times a second that those beside a reply are told of their steps together, and so is the reply
 
 log = logging.getLogger("aquiline.serve")
 
@@ -44,6 +46,14 @@ class Step:
         return self.finish_reason is not None or self.fault is not None
 
 
+class Pace(Enum):
+    """When a reply is told of what has come."""
+
+    EACH = "of each step"
+    SOON = "of the first and the last, of others within some milliseconds"
+    LAST = "of all at the end"
+
+
 @dataclass(eq=False)
 class Job:
     """A request of the engine, and who is told of its steps; `tell` is called in the engine's thread, must not wait."""
@@ -51,7 +61,10 @@ class Job:
     request: Request
     tell: Callable[[Step], None]
     deadline: float  # of time.perf_counter()
+    pace: Pace = Pace.EACH
     came_at: float = field(default_factory=time.perf_counter, init=False)
+    seen_ids: int = field(default=0, init=False)
+    seen_at: float = field(default=0.0, init=False)
     told_ids: int = field(default=0, init=False)
     told_text: int = field(default=0, init=False)
     told_at: float = field(default=0.0, init=False)
@@ -195,31 +208,54 @@ class EngineLoop:
             job.request.submitted_at = job.came_at
 
     def _turn(self) -> None:
+        if self.engine.reads_prompts:
+            self._tell_untold()
         try:
             touched = self.engine.step()
         except BaseException:
             log.exception("the engine has failed in a step, and the requests that ran with it")
             self._recover()
             return
-        if touched:
-            self._faults = 0
-        now, pause = time.perf_counter(), (self.engine.running - 1) / _TOLD  # a lone reply is told of every step
-        with_news = dict.fromkeys([*self._untold, *(self._jobs[request] for request in touched)])
+        now = time.perf_counter()
+        pause = (self.engine.running - 1) / _TOLD
+        news = dict.fromkeys([*self._untold, *(self._jobs[request] for request in touched)])
         self._untold = []
-        for job in with_news:
-            request = job.request
-            if request not in self._jobs:
+        for request in touched:
+            self._faults = 0
+            self._saw(self._jobs[request], now)
+        for job in news:
+            if job.request not in self._jobs:
                 continue
-            at_once = not job.told_ids or request.finish_reason is not None or request.grammar is not None
-            if not at_once and now - job.told_at < pause:
+            if self._due(job, now, pause):
+                self._read(job, self._tell)
+            elif job.pace is not Pace.LAST:
                 self._untold.append(job)
-                continue
-            try:
-                self._tell(job)
-            except BaseException:
-                log.exception("a reply could not be read, and its request fails")
-                self.engine.cancel(request)
-                self._fail([job], Refused(500, "the reply could not be read", code="reply_fault", in_vain=True))
+
+    def _saw(self, job: Job, now: float) -> None:
+        count = len(job.request.output_ids)
+        if job.seen_ids:
+            self._metrics.gap(now - job.seen_at, count - job.seen_ids)
+        job.seen_ids, job.seen_at = count, now
+
+    def _due(self, job: Job, now: float, pause: float) -> bool:
+        """A grammar is looked at with every step, as it may have failed there."""
+        if job.request.finish_reason is not None or job.request.grammar is not None or job.pace is Pace.EACH:
+            return True
+        return job.pace is Pace.SOON and (not job.told_ids or now - job.told_at >= pause)
+
+    def _tell_untold(self) -> None:
+        untold, self._untold = self._untold, []
+        for job in untold:
+            if job.request in self._jobs:
+                self._read(job, lambda job: self._send(job, self._news(job, None)))
+
+    def _read(self, job: Job, tell: Callable[[Job], None]) -> None:
+        try:
+            tell(job)
+        except BaseException:
+            log.exception("a reply could not be read, and its request fails")
+            self.engine.cancel(job.request)
+            self._fail([job], Refused(500, "the reply could not be read", code="reply_fault", in_vain=True))
 
     def _recover(self) -> None:
         """Those that had begun fail; those that had not go to a new engine, before all others. At the second fault
@@ -237,23 +273,26 @@ class EngineLoop:
         self._try(self.engine, 1)
         self._calls.extendleft(deque([job]) for job in reversed(given) if job.request in self._jobs)
 
-    def _tell(self, job: Job) -> None:
+    def _news(self, job: Job, finish_reason: str | None) -> Step:
+        """What the job has not been told of."""
         request = job.request
-        assert isinstance(request.matcher, StopMatcher)
-        text, now = request.matcher.text, time.perf_counter()
-        if job.told_ids:
-            self._metrics.gap(now - job.told_at, len(request.output_ids) - job.told_ids)
+        text = _text(request)
         step = Step(
             text[job.told_text :],
             request.output_ids[job.told_ids :],
             request.origins[job.told_ids :],
             request.output_logprobs[job.told_ids :],
             request.last_tree,
-            request.finish_reason,
+            finish_reason,
         )
-        job.told_ids, job.told_text, job.told_at = len(request.output_ids), len(text), now
+        job.told_ids, job.told_text, job.told_at = len(request.output_ids), len(text), time.perf_counter()
+        return step
+
+    def _tell(self, job: Job) -> None:
+        request = job.request
+        step = self._news(job, request.finish_reason)
         problem = request.grammar.error if isinstance(request.grammar, JsonGrammar) else None
-        if problem is not None and request.finish_reason in (None, "stop") and not _whole(text):
+        if problem is not None and request.finish_reason in (None, "stop") and not _whole(_text(request)):
             self._drop([job])
             fault = f"the reply could not be kept to the response_format: {problem}"
             self._fail([job], Refused(400, fault, param="response_format", code="grammar"))
@@ -264,7 +303,9 @@ class EngineLoop:
         self._send(job, step)
 
     def _fail(self, jobs: Sequence[Job], fault: Refused) -> None:
-        """`fault` is why these jobs end."""
+        """`fault` is why these jobs end; what they have is told before."""
+        if jobs:
+            self._tell_untold()
         for job in jobs:
             self._jobs.pop(job.request, None)
             try:
@@ -286,6 +327,11 @@ class EngineLoop:
 def _sizes(most: int) -> list[int]:
     """Powers of two up to the next one: for these, costs are measured."""
     return [min(2**n, most) for n in range((most - 1).bit_length() + 1)]
+
+
+def _text(request: Request) -> str:
+    assert isinstance(request.matcher, StopMatcher)
+    return request.matcher.text
 
 
 def _whole(text: str) -> bool:

@@ -16,7 +16,7 @@ from aquiline.serve.answers import Answer
 from aquiline.serve.asked import Asked
 from aquiline.serve.door import send_json
 from aquiline.serve.errors import Refused
-from aquiline.serve.loop import EngineLoop, Job, Step
+from aquiline.serve.loop import EngineLoop, Job, Pace, Step
 
 log = logging.getLogger("aquiline.serve")
 
@@ -57,14 +57,16 @@ class Reply(Response):
         loop: EngineLoop,
         places: Places,
         stream: bool,
+        each: bool,
         timeout: float,
         patience: float,
         ask: Callable[[], Asked],
         answer: Callable[[Asked], Answer],
     ) -> None:
-        """`ask`: reads the prompt, in a thread. Both may raise Refused."""
+        """`ask`: reads the prompt, in a thread. Both may raise Refused. `each`: no two steps are told together."""
         super().__init__()
         self._loop, self._places, self._stream = loop, places, stream
+        self._pace = Pace.EACH if each else Pace.SOON if stream else Pace.LAST
         self._timeout, self._patience, self._ask, self._answer = timeout, patience, ask, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +100,7 @@ class Reply(Response):
 
             return tell
 
-        return [Job(request, teller(i), deadline) for i, request in enumerate(asked.requests)]
+        return [Job(request, teller(i), deadline, self._pace) for i, request in enumerate(asked.requests)]
 
     async def _as_whole(self, answer: Answer, steps: AsyncIterator[tuple[int, Step]], send: Send) -> None:
         async for index, step in steps:

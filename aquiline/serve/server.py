@@ -73,6 +73,7 @@ class Service:
             self.loop,
             self.places,
             body.stream,
+            body.token_origins,
             timeout,
             self.config.patience,
             lambda: asked(self.model, self.loop.engine, self.grammars, body),
