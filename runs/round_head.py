@@ -2,8 +2,8 @@
 
     python runs/round_head.py HEAD OUT [--bits 4]
 
-The tensors stay bf16, whose mantissa has 7 bits, and are rounded to the nearest value with so many; the others are then
-zeros, which compress. OUT gets model.safetensors, config.json and run.json, which tells of it.
+The matrices stay bf16, whose mantissa has 7 bits, and are rounded to the nearest value with so many; the other bits are
+then zeros, which compress. OUT gets model.safetensors, config.json and run.json, which tells of it.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aquiline.config import require
 from aquiline.files.disk import write_json_atomic
 
 MANTISSA = 7  # bits of a bf16, without the leading one
@@ -37,16 +38,19 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--bits", type=int, default=4, choices=range(1, MANTISSA + 1))
     given = parser.parse_args()
+    require(given.out.resolve() != given.head.resolve(), f"{given.out} is the head itself: give another folder")
     tensors = load_file(given.head / "model.safetensors")
+    others = {str(x.dtype) for x in tensors.values() if x.is_floating_point()} - {"torch.bfloat16"}
+    require(not others, f"{given.head} has weights of {', '.join(others)}: only bf16 is rounded here")
     record = json.loads((given.head / "run.json").read_text("utf-8"))
     given.out.mkdir(parents=True, exist_ok=True)
-    made = {k: rounded(x, given.bits).contiguous() if x.dtype == torch.bfloat16 else x for k, x in tensors.items()}
+    made = {k: rounded(x, given.bits) if x.is_floating_point() and x.ndim > 1 else x for k, x in tensors.items()}
     part = given.out / "model.safetensors.part"
     save_file(made, part, metadata={"format": "pt"})
     part.replace(given.out / "model.safetensors")
     shutil.copyfile(given.head / "config.json", given.out / "config.json")
     write_json_atomic(given.out / "run.json", record | {"mantissa_bits": given.bits})
-    print(f"{given.out}: bf16 weights with {given.bits} bits of mantissa")
+    print(f"{given.out}: matrices with {given.bits} bits of mantissa")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -27,13 +28,28 @@ def test_values_are_the_nearest_with_so_many_bits():
 def test_a_folder_is_rounded_and_says_so(tmp_path):
     head = tmp_path / "head"
     head.mkdir()
-    weight, map_ = torch.randn(8, 8).bfloat16(), torch.arange(8)
-    save_file({"fc.weight": weight, "d2t": map_}, head / "model.safetensors")
+    weight, norm, map_ = torch.randn(8, 8).bfloat16(), torch.randn(8).bfloat16(), torch.arange(8)
+    save_file({"fc.weight": weight, "norm.weight": norm, "d2t": map_}, head / "model.safetensors")
     (head / "config.json").write_text('{"a": 1}')
     (head / "run.json").write_text('{"best": 2}')
     subprocess.run([sys.executable, SCRIPT, head, tmp_path / "out"], check=True)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors["fc.weight"], rounded(weight, 4))
+    assert torch.equal(tensors["norm.weight"], norm)
     assert torch.equal(tensors["d2t"], map_)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == {"best": 2, "mantissa_bits": 4}
     assert (tmp_path / "out" / "config.json").read_text() == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("out", "dtype", "said"), [("head", torch.bfloat16, "is the head itself"), ("out", torch.float32, "only bf16")]
+)
+def test_what_cannot_be_rounded_is_left_as_it_was(tmp_path, out, dtype, said):
+    head = tmp_path / "head"
+    head.mkdir()
+    save_file({"fc.weight": torch.randn(8, 8).to(dtype)}, head / "model.safetensors")
+    before = (head / "model.safetensors").read_bytes()
+    ran = subprocess.run([sys.executable, SCRIPT, head, tmp_path / out], capture_output=True, text=True, check=False)
+    assert ran.returncode != 0
+    assert said in ran.stderr
+    assert (head / "model.safetensors").read_bytes() == before
