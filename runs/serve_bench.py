@@ -2,11 +2,11 @@
 
     python runs/serve_bench.py OUT.json FILE.jsonl... [--target default] [--server NAME=URL[=COMMAND]]...
 
-Throughput: `--batch` clients each ask for one reply at a time, and the same prompts run as one batch of the engine in
-this process, in turn, round by round. First tokens: 1, 8 and 32 clients ask at once, of `aquiline serve`, which is
-started here, and of every `--server`, any OpenAI-compatible one with the same model, in turn; with a COMMAND it is
-started, too. No prompt comes twice before all have come once, so caches of prompts help nobody. Times count only from
-a machine that did nothing else.
+Throughput: `--batch` clients each ask for `--each` replies, one after the other, and the same prompts run through an
+engine of that batch size in this process, in turn, round by round. First tokens: 1, 8 and 32 clients ask at once, of
+`aquiline serve`, which is started here, and of every `--server`, any OpenAI-compatible one with the same model, in
+turn; with a COMMAND it is started, too. No prompt comes twice before all have come once, so caches of prompts help
+nobody. Times count only from a machine that did nothing else.
 """
 
 import argparse
@@ -71,19 +71,17 @@ def ask(server: Endpoint, messages: Sequence[Message], tokens: int) -> Asked:
     return Asked(time.perf_counter() - began if first is None else first, count)
 
 
-def ask_all(server: Endpoint, prompts: Sequence[Sequence[Message]], tokens: int) -> tuple[list[Asked], float]:
-    """All at once, each by a client of its own; and the seconds until the last has its reply."""
-    ready = threading.Barrier(len(prompts) + 1)
-
-    def one(messages: Sequence[Message]) -> Asked:
-        ready.wait()
-        return ask(server, messages, tokens)
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        calls = [pool.submit(one, messages) for messages in prompts]
-        ready.wait()
+def ask_all(
+    server: Endpoint, prompts: Sequence[Sequence[Message]], tokens: int, clients: int
+) -> tuple[list[Asked], float]:
+    """By so many clients, each of which asks again when it has its reply; and the seconds until the last one has."""
+    with ThreadPoolExecutor(clients) as pool:
+        ready = threading.Barrier(clients + 1)
+        for _ in range(clients):
+            pool.submit(ready.wait)
+        ready.wait()  # every client's thread is there
         began = time.perf_counter()
-        found = [call.result() for call in calls]
+        found = list(pool.map(lambda messages: ask(server, messages, tokens), prompts))
     return found, time.perf_counter() - began
 
 
@@ -95,6 +93,7 @@ def main() -> None:
     parser.add_argument("--draft", default="default")
     parser.add_argument("--dtype")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--each", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--server", action="append", default=[], metavar="NAME=URL[=COMMAND]")
@@ -114,7 +113,7 @@ def main() -> None:
         "throughput": throughput,
         "first_token_seconds": first,
         "settings": model_settings(model, asked)
-        | {"batch": given.batch, "max_new_tokens": given.max_new_tokens, "rounds": given.rounds},
+        | {"batch": given.batch, "each": given.each, "max_new_tokens": given.max_new_tokens, "rounds": given.rounds},
         "machine": machine(model.target.device) | found.record(),
         "versions": versions(),
         "definitions": DEFINITIONS,
@@ -187,11 +186,11 @@ def compare(model: Model, own: Endpoint, prompts: Iterator[list[Message]], given
     served: list[float] = []
     run: list[float] = []
     for number in range(given.rounds + 1):
-        taken = list(itertools.islice(prompts, given.batch))
+        taken = list(itertools.islice(prompts, given.batch * given.each))
         turns = ((served, by_server), (run, by_engine))
         for rates, way in turns if number % 2 else turns[::-1]:
             time.sleep(_PAUSE)
-            rate = way(model, engine, own, taken, given.max_new_tokens)
+            rate = way(model, engine, own, taken, given)
             if number:
                 rates.append(rate)
     ratios = [a / b for a, b in zip(served, run, strict=True)]
@@ -202,14 +201,18 @@ def compare(model: Model, own: Endpoint, prompts: Iterator[list[Message]], given
     }
 
 
-def by_server(model: Model, engine: Engine, own: Endpoint, prompts: list[list[Message]], tokens: int) -> float:
-    found, seconds = ask_all(own, prompts, tokens)
+def by_server(
+    model: Model, engine: Engine, own: Endpoint, prompts: list[list[Message]], given: argparse.Namespace
+) -> float:
+    found, seconds = ask_all(own, prompts, given.max_new_tokens, given.batch)
     return sum(asked.tokens for asked in found) / seconds
 
 
-def by_engine(model: Model, engine: Engine, own: Endpoint, prompts: list[list[Message]], tokens: int) -> float:
+def by_engine(
+    model: Model, engine: Engine, own: Endpoint, prompts: list[list[Message]], given: argparse.Namespace
+) -> float:
     began = time.perf_counter()
-    requests = engine.run([model.request(messages, max_new_tokens=tokens) for messages in prompts])
+    requests = engine.run([model.request(messages, max_new_tokens=given.max_new_tokens) for messages in prompts])
     return sum(len(request.output_ids) for request in requests) / (time.perf_counter() - began)
 
 
@@ -224,7 +227,7 @@ def first_tokens(
             names = list(servers)
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 time.sleep(_PAUSE)
-                asked, _ = ask_all(servers[name], taken, given.max_new_tokens)
+                asked, _ = ask_all(servers[name], taken, given.max_new_tokens, clients)
                 found[name][clients] += [one.first for one in asked]
     return {
         name: {

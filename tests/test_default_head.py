@@ -22,7 +22,7 @@ from tests.test_backend import needs_kernel
 ASSETS = Path(aquiline.__file__).parent / "assets"
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "runs" / "sabotage.py"))
 PROMPTS = ["Why is the sky blue?", "Write a Python function that adds two numbers.", "A pen costs 3 dollars. And six?"]
-TAU = 141 / 85  # tokens over cycles of these prompts: 64 tokens, chain of four, float32
+TAU = 141 / 78  # tokens over cycles of these prompts: 64 tokens, chain of four, float32
 
 
 pytestmark = [
