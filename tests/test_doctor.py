@@ -19,7 +19,7 @@ from aquiline.files import checkpoint, convert
 from aquiline.measure import doctor, replies
 from aquiline.measure.findings import from_parts, from_positions, from_system, from_trials, idle_parts, undertrained
 from aquiline.measure.judge import STEPS, Gain, Judged, OtherMap, best_other_map, judge
-from aquiline.measure.symptoms import Cause, random_looking, refusal, spike
+from aquiline.measure.symptoms import Cause, random_looking, refusal, spike, unevenness
 from aquiline.measure.tasks import Prompt, read_prompts
 from aquiline.measure.trials import Trial, trials
 from tests.conftest import tiny_draft, tiny_target
@@ -407,6 +407,17 @@ def test_a_long_way_past_its_training_is_named():
     config = tiny_draft(tiny_target(), trained_length=500).config
     assert [c.id for c in from_positions(base, answers, config)] == ["trained_length"]
     assert not list(from_positions(base, answers, dataclasses.replace(config, trained_length=1000)))
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (192, 1152)])
+def test_random_numbers_are_even_and_what_has_learnt_is_not(shape):
+    """With a flat spectrum, too, as Muon leaves it: no direction stands out, but some columns do."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        assert 0.5 < unevenness(torch.randn(shape, generator=generator)) < 1.5
+    learnt = torch.randn(shape, generator=generator) * (1 + 0.5 * torch.randn(shape[1], generator=generator))
+    assert unevenness(learnt) > 1.8
+    assert unevenness(torch.zeros(shape)) == 0
 
 
 def test_random_numbers_have_no_spike():

@@ -17,7 +17,8 @@ from aquiline.model.draft import Draft
 from aquiline.model.target import Target
 
 WEIGHTS, TEMPLATE = "weights of the target", "chat template"  # two of the facts
-_RANDOM_BELOW = 1.08  # of `spike`: fresh random numbers are near 1, what was trained is above 1.2
+_RANDOM_BELOW = 1.08  # of `spike`: fresh random numbers are near 1, what was trained is mostly above 1.2
+_EVEN_BELOW = 1.8  # of `unevenness`: fresh random numbers are below 1.4, what was trained is above 2.5
 _FEW_ROWS = 32  # a smaller matrix of random numbers strays further
 
 
@@ -167,12 +168,26 @@ def _zero_stretches(name: str, part: str, weight: Tensor, states: int) -> Iterat
 
 @torch.no_grad()
 def random_looking(draft: Draft) -> dict[str, list[str]]:
-    """By part, matrices in which no direction stands out, as in fresh random numbers."""
+    """By part, matrices in which no direction, row or column stands out, as in fresh random numbers. Directions alone
+    do not tell: Muon keeps them alike.
+    """
     found: dict[str, list[str]] = {}
     for name, weight in draft.named_parameters():
-        if weight.ndim == 2 and min(weight.shape) >= _FEW_ROWS and spike(weight) < _RANDOM_BELOW:
+        if weight.ndim != 2 or min(weight.shape) < _FEW_ROWS:
+            continue
+        if unevenness(weight) < _EVEN_BELOW and spike(weight) < _RANDOM_BELOW:
             found.setdefault(part_of(name) or "files", []).append(name)
     return found
+
+
+@torch.no_grad()
+def unevenness(weight: Tensor) -> float:
+    """How much the norms of rows, or of columns, differ, over how much they would of independent random numbers."""
+    found = []
+    for dim in (0, 1):
+        norms = weight.float().norm(dim=dim)
+        found.append(float(norms.std() / norms.mean().clamp(min=1e-30)) * (2 * weight.shape[dim]) ** 0.5)
+    return max(found)
 
 
 @torch.no_grad()
