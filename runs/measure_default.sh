@@ -11,11 +11,12 @@ out="$1"
 sets=("$2"/{mt_bench,humaneval,gsm8k,alpaca,sum}.jsonl)
 mkdir -p "$out"
 # The default tree, plain and speculative in turn, in the machine's own dtype: speed-up.
-aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 128 --json "$out/default-tree.json"
+aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 192 --json "$out/default-tree.json"
 # Other engines on the same prompts.
-python "$here/runs/versus_peers.py" "$out/versus-peers.json" "${sets[@]}" --limit 4 "${@:3}"
+python "$here/runs/versus_peers.py" "$out/versus-peers.json" "${sets[@]}" --limit 2 "${@:3}"
 # Batches; and which fixed tree decodes fastest, on prompts that nothing else here is measured with.
-aquiline bench "${sets[@]}" --json "$out/batches.json"
+aquiline bench "${sets[@]:0:4}" --batch 1,2,4,8,16,32 --repeats 3 --max-new-tokens 64 --tree auto \
+    --json "$out/batches.json"
 mkdir -p "$out/last"
 for set in "${sets[@]}"; do tail -n 2 "$set" > "$out/last/${set##*/}"; done
 trees=(auto 1:7:7 2:4:5 2:4:7 2:8:15 3:3:7 3:4:7 3:4:9 3:5:11 3:6:15 4:1:4 4:4:11 5:6:31)
