@@ -9,7 +9,7 @@ from torch import Tensor
 from aquiline.config import DraftConfig
 from aquiline.measure.judge import ENOUGH, STEPS, Gain, Judged, best_other_map, block_means, judge
 from aquiline.measure.replies import Answers
-from aquiline.measure.symptoms import Cause
+from aquiline.measure.symptoms import Cause, even
 from aquiline.measure.trials import Trial
 from aquiline.model.draft import Draft
 from aquiline.model.target import Target
@@ -101,6 +101,8 @@ def from_parts(
             evidence = f"{strange} of its {matrices} matrices are as fresh random numbers, and all its norms are ones"
             yield Cause("untrained", True, evidence, "train the head: this is what one starts as", 0.1)
         random = {}
+    random = {part: [n for n in names if even(draft.get_parameter(n))] for part, names in random.items()}
+    random = {part: names for part, names in random.items() if names}
     idle = idle_parts(parts)
     worthless = {part for part in idle if hopeless or parts[part].worthless}
     for part, names in random.items():

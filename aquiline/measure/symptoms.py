@@ -168,16 +168,17 @@ def _zero_stretches(name: str, part: str, weight: Tensor, states: int) -> Iterat
 
 @torch.no_grad()
 def random_looking(draft: Draft) -> dict[str, list[str]]:
-    """By part, matrices in which no direction, row or column stands out, as in fresh random numbers. Directions alone
-    do not tell: Muon keeps them alike.
-    """
+    """By part, matrices in which no direction stands out, as in fresh random numbers."""
     found: dict[str, list[str]] = {}
     for name, weight in draft.named_parameters():
-        if weight.ndim != 2 or min(weight.shape) < _FEW_ROWS:
-            continue
-        if unevenness(weight) < _EVEN_BELOW and spike(weight) < _RANDOM_BELOW:
+        if weight.ndim == 2 and min(weight.shape) >= _FEW_ROWS and spike(weight) < _RANDOM_BELOW:
             found.setdefault(part_of(name) or "files", []).append(name)
     return found
+
+
+def even(weight: Tensor) -> bool:
+    """Whether no row or column stands out either. Directions alone do not tell: Muon keeps them alike."""
+    return unevenness(weight) < _EVEN_BELOW
 
 
 @torch.no_grad()
