@@ -5,7 +5,7 @@
 #
 # Four parts: all answers from scratch; then, beginning with that head, the rows without the sources that are least like
 # chats, tasks and summaries; then these and 700 more answers, to long inputs, second turns and conversations; and the
-# same once more at lower rates. In the file the weights have four bits of mantissa, so that a repository stores it in
+# same once more at lower rates. In the file the matrices have four bits of mantissa, so that a repository stores it in
 # fewer bytes.
 #
 # ANSWERS are what `aquiline data answer` writes, or rows with `prompt_ids` and `response_ids`; PROMPTS_FOLDER holds what

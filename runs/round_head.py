@@ -7,16 +7,14 @@ then zeros, which compress. OUT gets model.safetensors, config.json and run.json
 """
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aquiline.config import require
-from aquiline.files.disk import write_json_atomic
+from aquiline.files.disk import atomic_folder, read_json, read_safetensors, write_json, write_tensors
 
 MANTISSA = 7  # bits of a bf16, without the leading one
 
@@ -39,17 +37,15 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4, choices=range(1, MANTISSA + 1))
     given = parser.parse_args()
     require(given.out.resolve() != given.head.resolve(), f"{given.out} is the head itself: give another folder")
-    tensors = load_file(given.head / "model.safetensors")
+    tensors = read_safetensors(given.head / "model.safetensors")
     others = {str(x.dtype) for x in tensors.values() if x.is_floating_point()} - {"torch.bfloat16"}
     require(not others, f"{given.head} has weights of {', '.join(others)}: only bf16 is rounded here")
-    record = json.loads((given.head / "run.json").read_text("utf-8"))
-    given.out.mkdir(parents=True, exist_ok=True)
+    record = read_json(given.head / "run.json")
     made = {k: rounded(x, given.bits) if x.is_floating_point() and x.ndim > 1 else x for k, x in tensors.items()}
-    part = given.out / "model.safetensors.part"
-    save_file(made, part, metadata={"format": "pt"})
-    part.replace(given.out / "model.safetensors")
-    shutil.copyfile(given.head / "config.json", given.out / "config.json")
-    write_json_atomic(given.out / "run.json", record | {"mantissa_bits": given.bits})
+    with atomic_folder(given.out) as scratch:
+        shutil.copyfile(given.head / "config.json", scratch / "config.json")
+        write_tensors(scratch, made)
+        write_json(scratch / "run.json", record | {"mantissa_bits": given.bits})
     print(f"{given.out}: matrices with {given.bits} bits of mantissa")
 
 

@@ -40,6 +40,13 @@ def quick(folders, no_cache):  # noqa: F811
         yield running
 
 
+@pytest.fixture
+def three(folders, no_cache):  # noqa: F811
+    """The same with three slots."""
+    with serving(load(folders, "none"), max_batch=3, queue=2) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
 def alone(folders):  # noqa: F811
     return load(folders, "none")
@@ -320,8 +327,8 @@ def test_beside_others_a_reply_is_told_in_larger_pieces_and_whole(quick, alone, 
         until(lambda: idle(quick.service))
 
 
-def test_what_is_withheld_is_told_soon_and_before_a_prompt_is_read_and_before_a_fault(quick, monkeypatch):
-    gate, loop, clock = Gate(quick.service), quick.service.loop, SimpleNamespace(now=1000.0)
+def test_what_is_withheld_is_told_soon_and_before_a_prompt_is_read_and_before_a_fault(three, monkeypatch):
+    gate, loop, clock = Gate(three.service), three.service.loop, SimpleNamespace(now=1000.0)
     monkeypatch.setattr("aquiline.serve.loop.time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr("aquiline.serve.loop._TOLD", 0.1)  # two: within 10 s
     told: dict[int, list[int]] = {}
@@ -332,12 +339,12 @@ def test_what_is_withheld_is_told_soon_and_before_a_prompt_is_read_and_before_a_
         def tell(step: Step) -> None:
             told[number].append(-len(step.ids) if step.fault else len(step.ids))
 
-        request = quick.service.model.request(HI, max_new_tokens=tokens, temperature=0.0)
+        request = three.service.model.request(HI, max_new_tokens=tokens, temperature=0.0)
         return Job(request, tell, clock.now + 1e6, Pace.SOON)
 
     loop.submit([job(0, 90)])
     loop.submit([job(1, 90)])
-    taken(quick.service, 2)
+    taken(three.service, 2)
     gate.let(4)
     until(lambda: gate.holds)
     assert [len(t) for t in told.values()] == [1, 1]
@@ -349,10 +356,17 @@ def test_what_is_withheld_is_told_soon_and_before_a_prompt_is_read_and_before_a_
     gate.let(2)
     until(lambda: gate.holds)
     assert [len(t) for t in told.values()] == [2, 2]
+    loop.submit([job(2, 90)])
+    gate.let(1)
+    until(lambda: gate.holds)  # at the step that reads the third one's prompt
+    assert [len(t) for t in told.values()] == [3, 3, 0]
+    gate.let(3)
+    until(lambda: gate.holds)
+    assert [len(t) for t in told.values()] == [3, 3, 1]
     made = [len(j.request.output_ids) for j in loop._jobs.values()]
     clock.now += 1e7  # past the deadline
     gate.open()
-    until(lambda: idle(quick.service))
+    until(lambda: idle(three.service))
     assert [sum(t) for t in told.values()] >= made
     assert all(t[-1] == 0 for t in told.values())  # the fault, behind what was withheld
 

@@ -101,8 +101,8 @@ def from_parts(
             evidence = f"{strange} of its {matrices} matrices are as fresh random numbers, and all its norms are ones"
             yield Cause("untrained", True, evidence, "train the head: this is what one starts as", 0.1)
         random = {}
-    random = {part: [n for n in names if even(draft.get_parameter(n))] for part, names in random.items()}
-    random = {part: names for part, names in random.items() if names}
+    even_too = {part: [n for n in names if even(draft.get_parameter(n))] for part, names in random.items()}
+    random = {part: names for part, names in even_too.items() if names}
     idle = idle_parts(parts)
     worthless = {part for part in idle if hopeless or parts[part].worthless}
     for part, names in random.items():

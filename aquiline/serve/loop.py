@@ -208,7 +208,7 @@ class EngineLoop:
             job.request.submitted_at = job.came_at
 
     def _turn(self) -> None:
-        if self.engine.reads_prompts:
+        if self._untold and self.engine.reads_prompts:
             self._tell_untold()
         try:
             touched = self.engine.step()
