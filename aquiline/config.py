@@ -314,6 +314,11 @@ class SamplingConfig:
         return self.temperature == 0.0
 
     @property
+    def whole(self) -> bool:
+        """Whether any token may be chosen."""
+        return (self.top_k, self.top_p, self.min_p) == (0, 1.0, 0.0)
+
+    @property
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 

@@ -88,14 +88,16 @@ def test_prompts_are_a_text_a_conversation_or_ids(model):
         model.prompt_ids([])
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}, {"tree": "5:1:5"}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3, "tree": "3:2:6"}, {"tree": "5:1:5"}])
 def test_the_stream_gives_what_generate_gives(model, settings):
     whole = model.generate("hi", max_new_tokens=30, **settings)
     plain = model.generate("hi", max_new_tokens=30, plain=True, **{k: v for k, v in settings.items() if k != "tree"})
     deltas = list(model.stream("hi", max_new_tokens=30, **settings))
     assert "".join(d.text for d in deltas) == whole.text == plain.text
     assert [t for d in deltas for t in d.token_ids] == whole.token_ids == plain.token_ids
-    assert [o for d in deltas for o in d.origins] == whole.origins
+    origins = [o for d in deltas for o in d.origins]
+    assert len(origins) == len(whole.origins)
+    assert origins == whole.origins or "tree" not in settings  # auto goes by time, too
     assert deltas[-1].result is not None
     assert deltas[-1].result.text == whole.text
     assert all(d.result is None for d in deltas[:-1])

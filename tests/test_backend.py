@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from aquiline.config import QUANTIZE, AquilineWarning, SamplingConfig, TreeConfig
 from aquiline.decode.drafter import EagleDrafter
 from aquiline.decode.engine import Engine, Limits, Request
+from aquiline.decode.sampling import arrivals, race, seed_key, warp
 from aquiline.decode.tree import Tree, flatten
 from aquiline.model import backend, machine
 from aquiline.model.backend import Weights
@@ -436,6 +437,47 @@ def test_trees_grown_in_the_kernel_are_those_of_the_builder(dtype, tiles, switch
     ]
     engine.run(requests)
     assert {60, 2, 4, 9} <= set(compared)
+
+
+@needs_kernel
+def test_trees_of_sampled_rows_are_those_of_the_builder(monkeypatch):
+    """Within rounding: the kernel needs no more than float for the noise."""
+    target = tiny_target()
+    engine, compared = Engine(target.pack(), tiny_draft(target).pack(), max_batch=4), 0
+
+    def compare(drafter, rows, configs, worth=()):
+        nonlocal compared
+        (ours, seconds), (theirs, _) = both_ways(drafter, rows, configs, worth)
+        for one, other in zip(ours, theirs, strict=True):
+            for name in ("tokens", "parents", "depths"):
+                assert getattr(one, name) == getattr(other, name), name
+            assert one.scores == pytest.approx(other.scores, abs=2e-4)
+            compared += 1
+        return ours, seconds
+
+    monkeypatch.setattr(EagleDrafter, "grow", compare)
+    requests = [
+        Request(prompt(n, n)[0].tolist(), SamplingConfig(temperature=t, seed=n), Limits(20), TreeConfig(4, 5, 20))
+        for n, t in ((3, 1.0), (33, 0.0), (18, 0.4), (7, 5.0))
+    ]
+    engine.run(requests)
+    assert compared > 20
+
+
+@needs_kernel
+def test_the_winner_of_a_race_is_that_of_pytorch():
+    generator = torch.Generator().manual_seed(0)
+    for n in range(1200):
+        size, temperature = [1, 24, 1000, 49_152][n % 4], [1.0, 0.3, 2.0, 1e-3, 50.0][n % 5]
+        logits_V = 3 * torch.randn(size, generator=generator)
+        logits_V[1:][torch.rand(size - 1, generator=generator) < 0.1] = -torch.inf
+        key = seed_key(n)
+        want = race(
+            warp(logits_V, SamplingConfig(temperature=temperature)), arrivals(key, 7 * n, torch.arange(len(logits_V)))
+        )
+        assert backend.race(logits_V, temperature, key, 7 * n) == want
+    strided_V = torch.randn(9, 2, generator=generator)[:, 0]
+    assert backend.race(strided_V, 1.0, 3, 4) == backend.race(strided_V.clone(), 1.0, 3, 4)
 
 
 @needs_kernel

@@ -1,4 +1,4 @@
-"""Choosing one token: every transform against a slow reference and against Transformers, the draw, the uniform."""
+"""Choosing one token: every transform against a slow reference and against Transformers, the race."""
 
 import math
 import random
@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 from aquiline.config import SamplingConfig, UserError
-from aquiline.decode.sampling import Sampler, _mix64, draw, uniform
+from aquiline.decode.sampling import Foresight, Sampler, _mix64, arrivals, race, seed_key, warp
 
 
 def chi_square(counts: Sequence[int], expected: Sequence[float]) -> float:
@@ -179,47 +179,43 @@ def test_banning_the_whole_vocabulary_is_refused() -> None:
         Sampler(SamplingConfig(logit_bias=tuple((t, -100.0) for t in range(8))), [], 8)
 
 
-def test_draw_is_exact() -> None:
-    """Over all distributions in eighths on 4 tokens, each of eight equal intervals of u goes to its token."""
-    for eighths in product(range(9), repeat=4):
-        if sum(eighths) == 8:
-            probs_V = torch.tensor(eighths, dtype=torch.float64) / 8
-            in_order = [token for token, n in enumerate(eighths) for _ in range(n)]
-            for edge in (0, 2**-50):  # both ends of the interval
-                assert [draw(probs_V, (i + (1 - edge if edge else 0)) / 8) for i in range(8)] == in_order
+GAMMA = 0x9E3779B97F4A7C15
 
 
-def test_draw_never_returns_a_token_of_probability_zero() -> None:
-    largest = 1 - 2**-53
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        probs_V = torch.rand(30, generator=generator, dtype=torch.float64)
-        probs_V[torch.rand(30, generator=generator) < 0.7] = 0
-        probs_V[[0, 29]] = 0
-        probs_V[13] += 0.01
-        support = probs_V.nonzero()[:, 0].tolist()
-        assert draw(probs_V, 0.0) == support[0]
-        assert draw(probs_V, largest) == support[-1]
-        for u in torch.rand(5, generator=generator).tolist():
-            assert draw(probs_V, u) in support
-    tiny_V = torch.tensor([0.0, 5e-324, 0.0], dtype=torch.float64)  # u * total rounds to the total
-    assert [draw(tiny_V, u) for u in (0.0, 0.7, largest)] == [1, 1, 1]
-    with pytest.raises(AssertionError):
-        draw(torch.zeros(3), 0.5)
+def slow_arrival(seed: int, position: int, token: int) -> float:
+    """In Python's whole numbers."""
+
+    def mixed(z: int) -> int:
+        z %= 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    word = mixed(mixed(mixed(seed + GAMMA) + (position + 1) * GAMMA) + (token + 1) * GAMMA)
+    return -math.log1p(-((word >> 11) + 0.5) / 2**53)
 
 
-def test_uniform_is_pinned() -> None:
+def times(seed: int, position: int, ids: Sequence[int]) -> list[float]:
+    return arrivals(seed_key(seed), position, torch.tensor(ids)).tolist()  # type: ignore[no-any-return]
+
+
+def test_arrivals_are_pinned() -> None:
     """Text at a seed must survive a new version. SplitMix64's first output from state 0 is the published one."""
-    assert _mix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
-    values = [uniform(*key).hex() for key in ((0, 0), (1, 0), (0, 1), (2**63 - 1, 10**6))]
-    assert values == ["0x1.4e0dba5e9a32fp-1", "0x1.7906ac21d0e58p-2", "0x1.6705460be8829p-1", "0x1.981ce75afb47ap-2"]
-    assert all((u * 2**53).is_integer() for u in (uniform(3, i) for i in range(100)))
+    assert _mix64(GAMMA) == 0xE220A8397B1DCDAF
+    for seed, position in ((0, 0), (1, 0), (0, 1), (2**63 - 1, 10**6)):
+        ids = [0, 1, 777, 150_000]
+        assert times(seed, position, ids) == pytest.approx([slow_arrival(seed, position, i) for i in ids], rel=1e-14)
+    assert times(0, 0, [0, 1]) == pytest.approx([0.14932332876109483, 3.5439857557095973], rel=1e-14)
 
 
-@pytest.mark.parametrize("of", ["positions of one seed", "seeds at one position"])
-def test_uniform_is_uniform_and_unrelated_to_its_neighbours(of: str) -> None:
-    values = [uniform(5, i) if of.startswith("positions") else uniform(i, 5) for i in range(20_001)]
-    assert all(0 <= u < 1 for u in values)
+@pytest.mark.parametrize("of", ["positions", "seeds", "tokens", "tokens from the end of the words"])
+def test_arrivals_are_exponential_and_unrelated_to_their_neighbours(of: str) -> None:
+    n = range(20_001)
+    if of.startswith("tokens"):
+        drawn = times(5, 3, [i + (2**31 if "end" in of else 0) for i in n])
+    else:
+        drawn = [times(5, i, [9])[0] if of == "positions" else times(i, 5, [9])[0] for i in n]
+    values = [-math.expm1(-time) for time in drawn]  # uniform
     bins = Counter(int(20 * u) for u in values)
     assert chi_square([bins[i] for i in range(20)], [20_001 / 20] * 20) < CRITICAL[19]
     for lag in (1, 7):
@@ -228,13 +224,73 @@ def test_uniform_is_uniform_and_unrelated_to_its_neighbours(of: str) -> None:
         assert chi_square([pairs[divmod(i, 10)] for i in range(100)], [count / 100] * 100) < CRITICAL[99]
 
 
-def test_seeds_and_positions_do_not_mirror_one_another() -> None:
-    values = {uniform(seed, position) for seed in range(200) for position in range(200)}
-    assert len(values) == 200 * 200
+def test_seeds_positions_and_tokens_do_not_mirror_one_another() -> None:
+    drawn = {time for seed in range(40) for position in range(40) for time in times(seed, position, range(40))}
+    assert len(drawn) == 40**3
 
 
-def test_first_token_over_many_seeds_follows_the_distribution() -> None:
-    expected = [0.2, 0.3, 0.1, 0.4]
-    logits_V = torch.tensor(expected).log()
-    counts = Counter(Sampler(SamplingConfig(temperature=1.0, seed=s), [], 4).choose(logits_V, 9) for s in range(6000))
-    assert chi_square([counts[t] for t in range(4)], [6000 * e for e in expected]) < CRITICAL[3]
+def test_the_earliest_for_its_probability_wins() -> None:
+    assert race(torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 0.4, 0.6])) == 1
+    assert race(torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 0.4, 0.6])) == 1  # whatever they sum to
+    assert race(torch.tensor([0.0, 1e-300, 0.0], dtype=torch.float64), torch.tensor([1e-17, 37.0, 1e-17]).double()) == 1
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(300):
+        probs_V = torch.rand(30, generator=generator, dtype=torch.float64)
+        probs_V[torch.rand(30, generator=generator) < 0.7] = 0
+        probs_V[13] += 0.01
+        drawn = times(seed, 4, range(30))
+        quotients = [time / p if p > 0 else math.inf for time, p in zip(drawn, probs_V.tolist(), strict=True)]
+        assert race(probs_V, torch.tensor(drawn)) == quotients.index(min(quotients))
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.85}, {"min_p": 0.4}])
+def test_first_token_over_many_seeds_follows_the_distribution(settings: dict[str, float]) -> None:
+    logits_V = torch.tensor([0.2, 0.3, 0.1, 0.4]).log()
+    chosen: Counter[int] = Counter()
+    for seed in range(6000):
+        config = SamplingConfig(**{"temperature": 1.0, "seed": seed} | settings)  # type: ignore[arg-type]
+        chosen[Sampler(config, [], 4).choose(logits_V, 9)] += 1
+    expected = [(t, 6000 * p) for t, p in enumerate(warp(logits_V, config).tolist()) if p > 0]
+    assert set(chosen) == {t for t, _ in expected}
+    critical = {2: 13.82} | CRITICAL  # chi-square at level 1e-3
+    assert chi_square([chosen[t] for t, _ in expected], [e for _, e in expected]) < critical[len(expected) - 1]
+
+
+def test_the_first_tokens_of_neighbouring_positions_are_independent() -> None:
+    logits_V = torch.tensor([0.2, 0.3, 0.1, 0.4]).log()
+    pairs: Counter[tuple[int, ...]] = Counter()
+    for seed in range(8000):
+        sampler = Sampler(SamplingConfig(temperature=1.0, seed=seed), [], 4)
+        pairs[tuple(sampler.choose(logits_V, at) for at in (9, 10))] += 1
+    probs = logits_V.exp().tolist()
+    both = list(product(range(4), repeat=2))
+    assert chi_square([pairs[a, b] for a, b in both], [8000 * probs[a] * probs[b] for a, b in both]) < 37.7  # 15, 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_the_largest_logit_with_noise_is_the_token_chosen(temperature: float) -> None:
+    """What the draft is told of a race, on the target's own logits, tells who wins it."""
+    logits_V = 3 * torch.randn(500, generator=torch.Generator().manual_seed(1))
+    for seed in range(200):
+        sampler = Sampler(SamplingConfig(temperature=temperature, seed=seed), [], 500)
+        noise_V = sampler.foresight.noise(seed + 7, torch.arange(500))
+        assert int((logits_V + noise_V).argmax()) == sampler.choose(logits_V, seed + 7)
+    greedy = Foresight.of(SamplingConfig(seed=3))
+    assert greedy.sharpness == 1
+    assert not greedy.noise(7, torch.arange(9)).any()
+
+
+def test_another_distribution_in_the_same_race_agrees_as_often_as_is_proved() -> None:
+    """At least (1 - d) / (1 + d) of the time, at a total variation distance d; drawn on its own it would be less."""
+    generator, agreed, bound, alone = torch.Generator().manual_seed(3), 0, 0.0, 0.0
+    for seed in range(4000):
+        p_V, q_V = torch.rand(2, 6, generator=generator, dtype=torch.float64).pow(2)
+        p_V, q_V = p_V / p_V.sum(), q_V / q_V.sum()
+        drawn = torch.tensor(times(seed, 1, range(6)))
+        agreed += race(p_V, drawn) == race(q_V, drawn)
+        distance = float((p_V - q_V).abs().sum()) / 2
+        bound += (1 - distance) / (1 + distance)
+        alone += float((p_V * q_V).sum())
+    spread = 3 * 4000**0.5 / 2
+    assert agreed > bound - spread
+    assert bound - spread > alone + spread

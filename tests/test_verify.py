@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aquiline.config import SamplingConfig
-from aquiline.decode.sampling import Sampler, draw
+from aquiline.decode.sampling import Sampler
 from aquiline.decode.tree import ROOT, Tree
 from aquiline.decode.verify import Verdict, verify, walk
 
@@ -282,12 +282,29 @@ def test_text_equals_plain_decoding(name: str) -> None:
         assert expected.count(0) > 5
 
 
-def test_every_choice_of_the_walk_is_the_draw_of_plain_decoding() -> None:
-    """The walk through the real `draw`, on the grid of u on which it is exact, has the target's law."""
-    probs = {(): [2, 0, 1, 1], (0,): [1, 2, 0, 1], (2,): [0, 0, 4, 0]}
-    tree = Tree.from_paths([[0], [2]])
-    counts: Counter[Path] = Counter()
-    for grid in product(range(4), repeat=2):
-        verdict = walk(tree, lambda row, path, g=grid: draw(torch.tensor(probs[tuple(path)]), g[len(path)] / 4))  # type: ignore[misc]
-        counts[tuple(verdict.tokens)] += 1
-    assert counts == {(0, 0): 2, (0, 1): 4, (0, 3): 2, (2, 2): 4, (3,): 4}
+def test_a_tree_grown_by_what_is_known_of_the_races_does_not_change_the_law() -> None:
+    """Two tokens in a row, of 4,000 seeds, where each tree holds what its own draft expects to win; chi-square."""
+    generator = torch.Generator().manual_seed(2)
+    target = {path: torch.randn(4, generator=generator) for path in [(), (0,), (1,), (2,), (3,)]}
+    draft = {path: logits + torch.randn(4, generator=generator) for path, logits in target.items()}
+    ids, counts, accepted = torch.arange(4), Counter[tuple[int, ...]](), 0
+    for seed in range(4000):
+        sampler = Sampler(SamplingConfig(temperature=1.0, seed=seed), [], 4)
+
+        def best(path: tuple[int, ...], count: int, of: Sampler = sampler) -> list[int]:
+            return (draft[path] + of.foresight.noise(5 + len(path), ids)).topk(count).indices.tolist()  # type: ignore[no-any-return]
+
+        tree = Tree.from_paths([[a, b] for a in best((), 2) for b in best((a,), 1)])
+        rows = [(), *((t,) if d == 1 else None for t, d in zip(tree.tokens, tree.depths, strict=True))]
+        logits_NV = torch.stack([torch.zeros(4) if row is None else target[row] for row in rows])
+        tokens = verify(tree, sampler, 5, logits_NV=logits_NV).tokens
+        accepted += len(tokens) - 1
+        if len(tokens) == 1:  # the next cycle
+            tokens.append(sampler.choose(target[tokens[0],], 6))
+        counts[tuple(tokens[:2])] += 1
+    statistic = 0.0
+    for a, b in product(range(4), repeat=2):
+        expected = 4000 * float(target[()].softmax(0)[a] * target[a,].softmax(0)[b])
+        statistic += (counts[a, b] - expected) ** 2 / expected
+    assert statistic < 37.7  # 15 degrees of freedom, level 1e-3
+    assert accepted > 4000

@@ -152,8 +152,8 @@ class EagleDrafter:
         ids_BN, _, aux_BNA = self._inputs(rows, counts, pending)
         waited = time.perf_counter() - began
         limits = [(c.depth, c.top_k, c.num_nodes) for c in configs]
-        slots = [row.slot for row in rows]
-        grown = grow(aux_BNA, ids_BN, counts, limits, worth, self.cache, slots)
+        slots, races = [row.slot for row in rows], [row.sampler.foresight for row in rows]
+        grown = grow(aux_BNA, ids_BN, counts, limits, worth, races, self.cache, slots)
         self._caught_up(rows)
         first, *others = grown.seconds
         return [Tree(*parts) for parts in zip(*grown[:4], strict=True)], [waited + first, *others]
@@ -166,10 +166,10 @@ class EagleDrafter:
         _, last = self._catch_up(rows, 0)
         self._caught_up(rows)
         feature_BH, hidden_BH = (_joined([last[row.slot][i] for row in rows]) for i in range(2))
-        levels = _Levels(self, [row.slot for row in rows], feature_BH)
+        levels = _Levels(self, rows, feature_BH)
         least = [of_row[0] for of_row in worth]
         builder = TreeBuilder(configs, self.model.vocab.target_ids_W, least)
-        level = builder.extend(*self.model.top(hidden_BH, builder.top_k))
+        level = builder.extend(*levels.top(hidden_BH, builder.top_k, 1))
         while level is not None:
             if worth:
                 likely = level.scores_BK.exp().sum(1).tolist()
@@ -252,10 +252,11 @@ class EagleDrafter:
 class _Levels:
     """The draft's passes of one cycle behind the real rows, level by level."""
 
-    def __init__(self, drafter: EagleDrafter, slots: list[int], feature_BH: Tensor) -> None:
-        self._drafter, self._slots, self._feature_BKH = drafter, slots, feature_BH[:, None]
+    def __init__(self, drafter: EagleDrafter, rows: Sequence[Row], feature_BH: Tensor) -> None:
+        self._drafter, self._rows, self._feature_BKH = drafter, rows, feature_BH[:, None]
+        self._slots = [row.slot for row in rows]
         self._tree_keys_values: tuple[Tensor, Tensor] | None = None
-        last_rows = [[drafter.cache.lengths[slot] - 1] for slot in slots]
+        last_rows = [[drafter.cache.lengths[slot] - 1] for slot in self._slots]
         self._last_row_B1 = torch.tensor(last_rows, device=feature_BH.device)
 
     def run(self, level: Level, count: int) -> tuple[Tensor, Tensor]:
@@ -276,7 +277,20 @@ class _Levels:
             new = (torch.cat((earlier[0], new[0]), 3), torch.cat((earlier[1], new[1]), 3))
         self._tree_keys_values = new
         self._feature_BKH = out.feature_BNH
-        return drafter.model.top(out.hidden_BNH, count)
+        return self.top(out.hidden_BNH, count, level.depth + 1)
+
+    def top(self, hidden_BKH: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor]:
+        """The same behind hidden states `[B, K, H]` or `[B, H]`, for nodes of a depth: with a sampled row's noise at
+        the position where these stand, those that are likely to win there.
+        """
+        model = self._drafter.model
+        if all(row.sampler.config.greedy for row in self._rows):
+            return model.top(hidden_BKH, count)
+        ids_W = model.vocab.target_ids_W
+        noise_BW = torch.stack([row.sampler.foresight.noise(len(row.known) - 1 + depth, ids_W) for row in self._rows])
+        sharpness_B = torch.tensor([row.sampler.foresight.sharpness for row in self._rows], device=ids_W.device)
+        shape = (len(self._rows), *[1] * (hidden_BKH.dim() - 2), -1)
+        return model.top(hidden_BKH, count, (sharpness_B.view(shape), noise_BW.view(shape)))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

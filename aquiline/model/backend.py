@@ -110,6 +110,8 @@ class _Growth(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("embedding", "target_ids", "aux", "ids")),
         *((n, ctypes.POINTER(ctypes.c_int32)) for n in ("counts", "depth", "top_k", "nodes")),
         ("worth", ctypes.POINTER(ctypes.c_float)),
+        ("keys", ctypes.POINTER(ctypes.c_uint64)),
+        *((n, ctypes.POINTER(ctypes.c_float)) for n in ("temperature", "sharpness")),
         *((n, ctypes.c_int32) for n in ("new_rows", "norm_output", "room")),
         *((n, ctypes.c_void_p) for n in ("tokens", "parents", "depths", "scores")),
         ("made", ctypes.POINTER(ctypes.c_int32)),
@@ -190,6 +192,8 @@ def _opened(path: Path) -> ctypes.CDLL:
     lib.aq_forward.argtypes = [pointer, pointer]
     lib.aq_grow.argtypes = [pointer, pointer, pointer]
     lib.aq_linear.argtypes = [pointer, pointer, ctypes.c_int64, number, number, *[pointer] * 3, number, number]
+    lib.aq_race.argtypes = [pointer, ctypes.c_int64, ctypes.c_double, ctypes.c_uint64, ctypes.c_int64, number]
+    lib.aq_race.restype = ctypes.c_int64
     structures = (_Linear, _Layer, _Model, _Pass, _Growth)
     sizes = (ctypes.c_int64 * len(structures))()
     lib.aq_sizes(sizes)
@@ -224,6 +228,18 @@ def describe(dtype: torch.dtype, device: torch.device) -> str:
     width = "AVX-512" if "avx512f" in cpu_flags() else "AVX2"
     units = "matrix tiles" if _tiles() else "bf16 dot products" if "avx512_bf16" in cpu_flags() else ""
     return f"kernel, {width}{f' and {units}' if units and dtype == torch.bfloat16 else ''}"
+
+
+def race(logits_V: Tensor, temperature: float, key: int, position: int) -> int | None:
+    """`sampling.race` over the whole distribution of float32 logits; None where the kernel cannot run it."""
+    lib = library() if logits_V.device.type == "cpu" else None
+    if lib is None:
+        return None
+    logits_V = logits_V.contiguous()
+    _fits(logits_V.dtype == torch.float32 and logits_V.dim() == 1, f"logits {tuple(logits_V.shape)}")
+    winner = int(lib.aq_race(logits_V.data_ptr(), len(logits_V), temperature, key, position, torch.get_num_threads()))
+    _check_memory(winner < 0)
+    return winner
 
 
 def usable(dtype: torch.dtype, device: torch.device) -> bool:
@@ -532,6 +548,7 @@ class Decoder:
         counts: Sequence[int],
         limits: Sequence[tuple[int, int, int]],
         worth: Sequence[Sequence[float]],
+        races: Sequence[tuple[int, float, float]],
         cache: KVCache,
         slots: list[int],
     ) -> Grown:
@@ -539,14 +556,15 @@ class Decoder:
         (tree.py) makes them.
 
         `limits`: depth, top-k and nodes of each row. `worth`: how likely a row's node must be to be run, and then those
-        of depth 1, 2, ... together; nothing is asked of deeper ones.
+        of depth 1, 2, ... together; nothing is asked of deeper ones. `races`: `Foresight` of each row
+        (decode/sampling.py).
         """
         lib = library()
         assert lib is not None
         (B, N), D, A = ids_BN.shape, self._shape[3], fc.struct.inp
         room, deepest = max(nodes for _, _, nodes in limits), max(depth for depth, _, _ in limits)
         aux, ids = aux_BNA.detach().to(self.dtype).contiguous(), ids_BN.contiguous()
-        _fits(len(slots) == len(counts) == len(limits) == B, f"{B} rows of ids")
+        _fits(len(slots) == len(counts) == len(limits) == len(races) == B, f"{B} rows of ids")
         _fits(aux.shape == (B, N, A) and fc.struct.out == D, f"states {aux.shape} for {B} rows of {N} tokens")
         _fits(ids.dtype == target_ids_W.dtype == torch.int64, f"ids of {ids.dtype}")
         _fits(all(1 <= count <= N for count in counts), f"{counts} new rows of {N}")
@@ -564,6 +582,8 @@ class Decoder:
         for b, of_row in enumerate(worth):
             at, count = b * (1 + deepest), min(1 + deepest, len(of_row))
             least[at : at + count] = list(of_row[:count])
+        keys = (ctypes.c_uint64 * B)(*(key for key, _, _ in races))
+        temperature, sharpness = ((ctypes.c_float * B)(*(race[i] for race in races)) for i in (1, 2))
         nodes_3BN, scores_BN = torch.empty(3, B, room, dtype=torch.int64), torch.empty(B, room)
         for slot, count in zip(slots, counts, strict=True):
             cache.extend(slot, count)  # what stands there is written by the kernel
@@ -574,7 +594,7 @@ class Decoder:
         growth = _Growth(
             ctypes.pointer(fc.struct), ctypes.pointer(head.struct),
             *map(_pointer, (embedding_VD, target_ids_W, aux, ids)), (ctypes.c_int32 * B)(*counts),
-            depth, top_k, nodes, least, N, norm_output, room,
+            depth, top_k, nodes, least, keys, temperature, sharpness, N, norm_output, room,
             *map(_pointer, (*nodes_3BN, scores_BN)), made, seconds,
         )  # fmt: skip
         _check_memory(lib.aq_grow(ctypes.byref(self._model), ctypes.byref(cached), ctypes.byref(growth)))

@@ -164,8 +164,12 @@ class Draft(nn.Module):
         """Float32 logits `[..., W]` over the draft vocabulary."""
         return (self.lm_head(hidden) if self._head is None else self._head(hidden)).float()
 
-    def top(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The most likely draft ids: float32 log-probabilities, descending, and the ids, both `[..., count]`."""
+    def top(self, hidden: Tensor, count: int, tilt: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """The most likely draft ids: float32 log-probabilities, descending, and the ids, both `[..., count]`. `tilt`:
+        what the logits are multiplied with and what is added to them first.
+        """
+        if tilt is not None:
+            return torch.log_softmax(self.logits(hidden) * tilt[0] + tilt[1], dim=-1).topk(count)
         if self._head is not None:
             return self._head.top(hidden, count)
         return torch.log_softmax(self.logits(hidden), dim=-1).topk(count)

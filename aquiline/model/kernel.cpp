@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "kernel_integers.h"
+#include "kernel_races.h"
 #include "kernel_vector.h"
 
 extern "C" {
@@ -82,6 +83,8 @@ struct Growth {
   const int32_t *depth, *top_k, *nodes;  // [B], the limits of each tree, at least 1
   const float* worth;                    // [B, 1 + deepest]: how likely a node must be to be run, then those of depth
                                          // 1, ... together
+  const uint64_t* keys;                  // [B], where each row's random numbers begin
+  const float *temperature, *sharpness;  // [B], of their noise, 0: none, and the factor of the logits beside it
   int32_t new_rows, norm_output, room;   // new_rows: N
   int64_t *tokens, *parents, *depths;    // [B, room]; a parent of -1 is the root
   float* scores;                         // [B, room]
@@ -858,10 +861,16 @@ struct Best {
   float log_total() const { return highest + std::log(total); }
 };
 
+// What is done to a row's outputs before the largest are looked for; without noise nothing.
+struct Tilt {
+  const float* noise = nullptr;
+  float factor = 1;
+};
+
 // Into out, or the `top` largest of each row into ids and, unless null, the logarithms of their shares of the e^output.
 template <typename T>
 void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tiles, float* out, int64_t* ids,
-            float* log_shares, int top, int threads) {
+            float* log_shares, int top, int threads, const Tilt* tilts = nullptr) {
   Inputs in = inputs_of(x, M, w, bf16_weights, tiles);
   std::vector<Best> found(ids ? size_t(M * threads) : 0, Best(top));
   unsigned control = _mm_getcsr();
@@ -874,6 +883,11 @@ void linear(const Linear& w, const T* x, int64_t M, bool bf16_weights, bool tile
       if (!ids) {
         std::copy(value, value + count, out + row * w.out + column);
         return;
+      }
+      alignas(64) float tilted[kBlock];
+      if (tilts && tilts[row].noise) {
+        for (int64_t j = 0; j < count; j++) tilted[j] = tilts[row].factor * value[j] + tilts[row].noise[column + j];
+        value = tilted;
       }
       for (int64_t j = 0; j < count; j++) mine[row].meet(value[j], column + j);
       if (log_shares) mine[row].add(value, count);
@@ -999,8 +1013,9 @@ class Grower {
     int64_t ran = int64_t(states.size()) / D, number = 0;
     std::vector<int64_t> ids(size_t(ran * K));
     std::vector<float> steps(ids.size());
+    std::vector<Tilt> tilts = foresee();
     linear(*g.head, states.data(), ran, m.bf16_weights, tiles(), nullptr, ids.data(), steps.data(), int(K),
-           cache.threads);
+           cache.threads, tilts.data());
     for (int64_t b = 0; b < B; b++) {
       Row& row = rows[size_t(b)];
       row.latest = row.nodes.size();
@@ -1013,6 +1028,30 @@ class Grower {
             row.nodes.push_back({g.target_ids[ids[at]], parent, depth + 1, place, score});
         }
     }
+  }
+
+  // For each node run last the noise of its row at the position where its children stand.
+  std::vector<Tilt> foresee() {
+    int64_t W = g.head->out, sampled = 0;
+    std::vector<int64_t> of_row(size_t(B), -1);
+    for (int64_t b = 0; b < B; b++)
+      if (g.temperature[b] > 0 && !rows[size_t(b)].ran.empty()) of_row[size_t(b)] = sampled++ * W;
+    noise.resize(size_t(sampled * W));
+    for (int64_t b = 0; sampled && b < B; b++) {
+      if (of_row[size_t(b)] < 0) continue;
+      float* to = noise.data() + of_row[size_t(b)];
+      uint64_t key = count(g.keys[b], lengths[size_t(b)] + depth + 1);
+#pragma omp parallel for num_threads(cache.threads) schedule(static)
+      for (int64_t at = 0; at < W; at += kBlock)
+        noise_of(key, g.target_ids + at, std::min<int64_t>(kBlock, W - at), g.temperature[b], to + at);
+    }
+    std::vector<Tilt> tilts;
+    for (int64_t b = 0; b < B; b++) {
+      Tilt tilt;
+      if (of_row[size_t(b)] >= 0) tilt = {noise.data() + of_row[size_t(b)], g.sharpness[b]};
+      tilts.insert(tilts.end(), rows[size_t(b)].ran.size(), tilt);
+    }
+    return tilts;
   }
 
   std::vector<int64_t> best(const Row& row, size_t from, int32_t count) const {
@@ -1104,6 +1143,7 @@ class Grower {
   std::vector<Row> rows;
   std::vector<int32_t> lengths;  // of the cache
   std::vector<T> feature, last, keys, values;
+  std::vector<float> noise;
 };
 
 }  // namespace
@@ -1151,6 +1191,14 @@ int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int t
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
+}
+
+// sampling.race over the whole distribution of V logits, one finite at least; -1 when there is no memory. `key`: of the
+// request's seed.
+int64_t aq_race(const float* logits, int64_t V, double temperature, uint64_t key, int64_t position, int threads) try {
+  return race(logits, V, temperature, count(key, position), threads);
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
 }  // extern "C"

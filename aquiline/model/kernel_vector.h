@@ -98,6 +98,9 @@ inline V most(V a, V b) {
 inline V least(V a, V b) {
   return each([&](int i) { return AQ(min_ps)(a.p[i], b.p[i]); });
 }
+inline V keep_above(V x, float limit, V value) {
+  return each([&](int i) { return keep_above(x.p[i], AQ(set1_ps)(limit), value.p[i]); });
+}
 inline float sum(V v) {
   alignas(64) float x[kBlock];
   store(x, v);
@@ -115,11 +118,27 @@ inline V exp(V given) {
   V p = splat(1.98756915e-4f);
   for (float c : {1.39819995e-3f, 8.33345196e-3f, 4.16657962e-2f, 1.66666657e-1f, 0.5f}) p = fma(p, r, splat(c));
   p = fma(p, r * r, r + splat(1.0f));
-  return each([&](int i) {
+  V value = each([&](int i) {
     IntPart exponent = AQ(slli_epi32)(AQ(cvtps_epi32)(n.p[i]), 23);
-    Part value = as_float(AQ(add_epi32)(as_int(p.p[i]), exponent));
-    return keep_above(given.p[i], AQ(set1_ps)(-87.0f), value);
+    return as_float(AQ(add_epi32)(as_int(p.p[i]), exponent));
   });
+  return keep_above(given, -87.0f, value);
+}
+
+// The natural logarithm of a number of at least 2^-126: of its power of two, and of what is left, m in [2/3, 4/3), as
+// 2 atanh((m - 1) / (m + 1)), a series.
+inline V log(V x) {
+  V power, m;
+  for (int i = 0; i < kParts; i++) {
+    IntPart bits = as_int(x.p[i]);
+    IntPart n = AQ(srai_epi32)(AQ(sub_epi32)(bits, AQ(set1_epi32)(0x3f2aaaab)), 23);  // 2/3
+    power.p[i] = AQ(cvtepi32_ps)(n);
+    m.p[i] = as_float(AQ(sub_epi32)(bits, AQ(slli_epi32)(n, 23)));
+  }
+  V s = (m - splat(1.0f)) / (m + splat(1.0f));
+  V p = splat(2.0f / 9);
+  for (float c : {2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}) p = fma(p, s * s, splat(c));
+  return fma(power, splat(0.693147181f), s * p);
 }
 
 inline float widen(bf16 x) {
