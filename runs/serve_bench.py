@@ -3,7 +3,8 @@
     python runs/serve_bench.py OUT.json FILE.jsonl... [--target default] [--server NAME=URL[=COMMAND]]...
 
 Throughput: `--batch` clients each ask for `--each` replies, one after the other, and the same prompts run through an
-engine of that batch size in this process, in turn, round by round. First tokens: 1, 8 and 32 clients ask at once, of
+engine of that batch size in this process: batch behind batch, as `aquiline bench` runs them, and all submitted at once,
+so that the next begins as soon as one ends; in turn, round by round. First tokens: 1, 8 and 32 clients ask at once, of
 `aquiline serve`, which is started here, and of every `--server`, any OpenAI-compatible one with the same model, in
 turn; with a COMMAND it is started, too. No prompt comes twice before all have come once, so caches of prompts help
 nobody. Times count only from a machine that did nothing else.
@@ -11,19 +12,22 @@ nobody. Times count only from a machine that did nothing else.
 
 import argparse
 import http.client
+import io
 import itertools
 import json
 import os
 import re
+import selectors
 import shlex
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +49,9 @@ from aquiline.measure.tasks import read_prompts, task_name
 CLIENTS = (1, 8, 32)
 DEFINITIONS = {
     "tokens_per_second": "tokens of all replies / seconds from the first request to the last token, of each round",
-    "ratio": "the server's over the engine's, of the same round: median, min and max",
+    "ratio_to_bench": "the server's over those of the engine that runs batch behind batch, of the same round: median, "
+    "min and max",
+    "ratio_to_engine": "the same over those of the engine to which all are submitted at once",
     "first_token_seconds": "from sending a request to its first chunk with text, over all requests of all rounds",
 }
 _PAUSE = 0.5  # seconds before a turn, for the threads of the one before to fall asleep
@@ -59,30 +65,83 @@ class Asked:
     tokens: int
 
 
-def ask(server: Endpoint, messages: Sequence[Message], tokens: int) -> Asked:
-    """One streamed reply."""
-    body = {"model": server.model, "messages": messages, "max_tokens": tokens, "temperature": 0,
-            "stream_options": {"include_usage": True}}  # fmt: skip
-    began, first, count = time.perf_counter(), None, 0
-    for chunk in server.stream("/chat/completions", body):
-        if first is None and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-            first = time.perf_counter() - began
-        count = (chunk.get("usage") or {}).get("completion_tokens", count)
-    return Asked(time.perf_counter() - began if first is None else first, count)
+class Client:
+    """Asks for streamed replies, one after the other, on one connection, as HTTP clients do. It takes bytes and the
+    time of the first text, and reads no more before the end: it shares the cores with what it measures.
+    """
+
+    def __init__(self, server: Endpoint, tokens: int) -> None:
+        self._server, self._tokens, self._url = server, tokens, urlsplit(server.url)
+        self.socket = socket.create_connection((self._url.hostname, self._url.port or 80), timeout=600)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, number: int, messages: Sequence[Message]) -> None:
+        body = json.dumps({
+            "model": self._server.model, "messages": messages, "max_tokens": self._tokens, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True},
+        }).encode()  # fmt: skip
+        key = os.environ.get("OPENAI_API_KEY")
+        lines = [f"POST {self._url.path}/chat/completions HTTP/1.1", f"Host: {self._url.netloc}"]
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        lines += [f"Authorization: Bearer {key}"] if key else []
+        self.number, self._raw, self._first = number, b"", 0.0
+        self._began = time.perf_counter()
+        self.socket.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+
+    def listen(self) -> Asked | None:
+        """What has come; the reply, at its end."""
+        came = self.socket.recv(2**16)
+        self._raw += came
+        if not self._raw:
+            raise SystemExit(f"{self._server.url} closes its connections between requests; they are to stay open")
+        if not self._first and _TEXT.search(self._raw):
+            self._first = time.perf_counter() - self._began
+        if came and not self._raw.endswith(b"0\r\n\r\n"):  # the end of a chunked answer
+            return None
+        answer = http.client.HTTPResponse(_Socket(self._raw))  # type: ignore[arg-type]
+        answer.begin()
+        text = answer.read().decode()
+        usage = re.findall(r'"completion_tokens": ?(\d+)', text)
+        if answer.status != 200 or "[DONE]" not in text or not usage:
+            raise SystemExit(f"{self._server.url} answered {answer.status}: {text[:500]}")
+        return Asked(self._first or time.perf_counter() - self._began, int(usage[-1]))
+
+
+_TEXT = re.compile(rb'"content": ?"[^"]')  # of a delta, not empty
+
+
+class _Socket:
+    """Bytes that have come, for http.client to read."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._data)
 
 
 def ask_all(
     server: Endpoint, prompts: Sequence[Sequence[Message]], tokens: int, clients: int
 ) -> tuple[list[Asked], float]:
     """By so many clients, each of which asks again when it has its reply; and the seconds until the last one has."""
-    with ThreadPoolExecutor(clients) as pool:
-        ready = threading.Barrier(clients + 1)
-        for _ in range(clients):
-            pool.submit(ready.wait)
-        ready.wait()  # every client's thread is there
+    waiting, found = deque(enumerate(prompts)), dict[int, Asked]()
+    with selectors.DefaultSelector() as selector:
+        idle = [Client(server, tokens) for _ in range(min(clients, len(prompts)))]
         began = time.perf_counter()
-        found = list(pool.map(lambda messages: ask(server, messages, tokens), prompts))
-    return found, time.perf_counter() - began
+        for client in idle:
+            selector.register(client.socket, selectors.EVENT_READ, client)
+            client.ask(*waiting.popleft())
+        while len(found) < len(prompts):
+            for key, _ in selector.select():
+                client = key.data
+                if (asked := client.listen()) is not None:
+                    found[client.number] = asked
+                    if waiting:
+                        client.ask(*waiting.popleft())
+        seconds = time.perf_counter() - began
+        for client in idle:
+            client.socket.close()
+    return [found[number] for number in range(len(prompts))], seconds
 
 
 def main() -> None:
@@ -140,7 +199,7 @@ def serving(given: argparse.Namespace) -> Iterator[Endpoint]:
             raise SystemExit(f"the server did not start: {' '.join(said)}")
         threading.Thread(target=process.stderr.read, daemon=True).start()  # or it would wait with a full pipe
         server = Endpoint(wait_for(found[1]))
-        ask(server, [{"role": "user", "content": "Hello."}], 4)  # which waits until it is warm
+        ask_all(server, [[{"role": "user", "content": "Hello."}]], 4, 1)  # which waits until it is warm
         yield server
     finally:
         process.terminate()
@@ -153,7 +212,7 @@ def another(url: str, command: list[str]) -> Iterator[Endpoint]:
     process = subprocess.Popen(shlex.split(command[0]), start_new_session=True) if command else None
     try:
         server = Endpoint(wait_for(url, process))
-        ask(server, [{"role": "user", "content": "Hello."}], 4)
+        ask_all(server, [[{"role": "user", "content": "Hello."}]], 4, 1)
         yield server
     finally:
         if process is not None:
@@ -181,39 +240,37 @@ def wait_for(url: str, process: "subprocess.Popen[bytes] | None" = None) -> str:
 
 
 def compare(model: Model, own: Endpoint, prompts: Iterator[list[Message]], given: argparse.Namespace) -> dict[str, Any]:
-    """The server and an engine in this process in turn; one round first that is not counted."""
+    """In turn; one round first that is not counted."""
     engine = Engine(model.target, model.draft, given.batch)
-    served: list[float] = []
-    run: list[float] = []
+
+    def served(asked: list[list[Message]]) -> int:
+        return sum(reply.tokens for reply in ask_all(own, asked, given.max_new_tokens, given.batch)[0])
+
+    def run(asked: list[list[Message]]) -> int:
+        requests = [model.request(messages, max_new_tokens=given.max_new_tokens) for messages in asked]
+        return sum(len(request.output_ids) for request in engine.run(requests))
+
+    def run_in_batches(asked: list[list[Message]]) -> int:
+        return sum(run(asked[at : at + given.batch]) for at in range(0, len(asked), given.batch))
+
+    ways = {"server": served, "bench": run_in_batches, "engine": run}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(given.rounds + 1):
         taken = list(itertools.islice(prompts, given.batch * given.each))
-        turns = ((served, by_server), (run, by_engine))
-        for rates, way in turns if number % 2 else turns[::-1]:
+        first = number % len(ways)
+        for name in [*ways][first:] + [*ways][:first]:
             time.sleep(_PAUSE)
-            rate = way(model, engine, own, taken, given)
+            began = time.perf_counter()
+            tokens = ways[name](taken)
             if number:
-                rates.append(rate)
-    ratios = [a / b for a, b in zip(served, run, strict=True)]
-    return {
-        "server": {"tokens_per_second": served},
-        "engine": {"tokens_per_second": run},
-        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-    }
-
-
-def by_server(
-    model: Model, engine: Engine, own: Endpoint, prompts: list[list[Message]], given: argparse.Namespace
-) -> float:
-    found, seconds = ask_all(own, prompts, given.max_new_tokens, given.batch)
-    return sum(asked.tokens for asked in found) / seconds
-
-
-def by_engine(
-    model: Model, engine: Engine, own: Endpoint, prompts: list[list[Message]], given: argparse.Namespace
-) -> float:
-    began = time.perf_counter()
-    requests = engine.run([model.request(messages, max_new_tokens=given.max_new_tokens) for messages in prompts])
-    return sum(len(request.output_ids) for request in requests) / (time.perf_counter() - began)
+                rates[name].append(tokens / (time.perf_counter() - began))
+    record: dict[str, Any] = {name: {"tokens_per_second": of_way} for name, of_way in rates.items()}
+    for name in ("bench", "engine"):
+        ratios = [a / b for a, b in zip(rates["server"], rates[name], strict=True)]
+        record[f"ratio_to_{name}"] = {
+            "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)
+        }  # fmt: skip
+    return record
 
 
 def first_tokens(

@@ -541,7 +541,8 @@ def test_the_kernel_is_compiled_once_and_again_when_its_source_changes_or_the_fi
     source = tmp_path / "kernel.cpp"
     lines = [
         "#include <cstdint>",
-        'extern "C" { int aq_forward() { return 0; } int aq_linear() { return 0; } int aq_grow() { return 0; } int aq_race() { return 0; }',
+        'extern "C" {',
+        *(f"int aq_{door}() {{ return 0; }}" for door in ("forward", "linear", "grow", "race")),
         f"void aq_sizes(int64_t* n) {{ {' '.join(f'n[{i}] = {size};' for i, size in enumerate(_sizes()))} }} }}",
     ]
     source.write_text("\n".join(lines))

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from aquiline.config import BenchConfig, UserError
+from aquiline.data.server import Endpoint
 from aquiline.files import checkpoint
 from aquiline.files.gguf_file import read_gguf
 from tests.scripted_server import Scripted, chunk, stream
-from tests.serving import WAIT
+from tests.serving import WAIT, serving
 from tests.test_api import END, folders, load  # noqa: F401 (a fixture)
 from tests.test_checkpoint import hf_model, write_gguf
 
@@ -210,4 +211,29 @@ def test_what_a_server_of_others_has_started_ends_with_it(tmp_path, monkeypatch)
     with connection:
         connection.settimeout(WAIT / 2)
         assert connection.recv(1) == b""
+    scripted.close()
+
+
+def test_clients_ask_again_on_their_connections_and_count_what_came(folders, monkeypatch):  # noqa: F811
+    monkeypatch.syspath_prepend(RUNS)
+    ask_all = runpy.run_path(str(RUNS / "serve_bench.py"))["ask_all"]
+    model = load(folders)
+    prompts = [[{"role": "user", "content": text}] for text in ("hi", "ab", "a longer one", "hi", "c")]
+    wanted = [len(model.generate(messages, max_new_tokens=9).token_ids) for messages in prompts]
+    with serving(model, "secret") as served:
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        found, seconds = ask_all(Endpoint(f"http://{served.address}"), prompts, 9, 2)
+        assert [asked.tokens for asked in found] == wanted
+        assert all(0 < asked.first < seconds for asked in found)
+        with pytest.raises(SystemExit, match=r"answered 400: .*max_tokens"):
+            ask_all(Endpoint(f"http://{served.address}"), prompts, -1, 2)
+
+
+def test_a_server_that_closes_its_connections_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(RUNS)
+    ask_all = runpy.run_path(str(RUNS / "serve_bench.py"))["ask_all"]
+    scripted = Scripted()
+    scripted.answers += [stream(chunk(("hi", 0)))] * 2
+    with pytest.raises((SystemExit, OSError)):
+        ask_all(Endpoint(scripted.url), [[{"role": "user", "content": "hi"}]] * 2, 4, 1)
     scripted.close()

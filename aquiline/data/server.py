@@ -43,7 +43,7 @@ class Endpoint:
         require(
             url.startswith(("http://", "https://")), f"server {url!r} is no http address; for example http://host:8000"
         )
-        self._url = url.rstrip("/") if url.rstrip("/").count("/") > 2 else url.rstrip("/") + "/v1"
+        self.url = url.rstrip("/") if url.rstrip("/").count("/") > 2 else url.rstrip("/") + "/v1"
         self._timeout = timeout
         self._sleep = sleep
         self._given_up = 0
@@ -54,7 +54,7 @@ class Endpoint:
         names = (
             [str(entry.get("id")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
         )
-        require(len(names) == 1, f"{self._url} serves {', '.join(names) or 'no model'}; name one with --model")
+        require(len(names) == 1, f"{self.url} serves {', '.join(names) or 'no model'}; name one with --model")
         return names[0]
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -80,15 +80,15 @@ class Endpoint:
                 said = error.reason
             raise UserError(f"the server answered {error.code}: {said}", f"{error.code}") from error
         except (OSError, HTTPException, ValueError) as error:
-            raise UserError(f"the connection to {self._url} broke off: {one_line(error)}") from error
-        raise UserError(f"{self._url} broke off in mid-reply")
+            raise UserError(f"the connection to {self.url} broke off: {one_line(error)}") from error
+        raise UserError(f"{self.url} broke off in mid-reply")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self._url + path, data, headers)
+        request = urllib.request.Request(self.url + path, data, headers)
         opened: HTTPResponse = urllib.request.urlopen(request, timeout=self._timeout)
         return opened
 
@@ -105,7 +105,7 @@ class Endpoint:
             except urllib.error.HTTPError as error:
                 fault = f"{error.code} {' '.join(error.read()[:300].decode(errors='replace').split())}"
                 if error.code in _FATAL or (error.code not in _RETRIED and body is None):
-                    raise UserError(f"{self._url}{path} answered {fault}") from error
+                    raise UserError(f"{self.url}{path} answered {fault}") from error
                 if error.code not in _RETRIED:
                     raise UserError(f"the server answered {fault}", f"refused by the server: {error.code}") from error
                 after = error.headers.get("Retry-After", "")
@@ -117,7 +117,7 @@ class Endpoint:
         self._given_up += 1
         require(
             body is not None and self._given_up < _HOPELESS,
-            f"{self._url} does not answer ({fault}); when it does, the same command goes on from here",
+            f"{self.url} does not answer ({fault}); when it does, the same command goes on from here",
         )
         raise UserError(f"the server did not answer in {_TRIES} tries ({fault})", "no answer from the server")
 

@@ -24,7 +24,7 @@ from aquiline.serve.metrics import Metrics
 
 _TRIED = 4  # tokens of a prompt, and of a reply, by which an engine is tried
 _FAULTS = 5  # without a token between them, after which no other engine is tried
-_TOLD = 400  # times a second that those beside a reply are told of their steps together, and so is the reply
+_TOLD = 200  # streams a second that are told of what has come: all at once, so that handlers wake seldom
 
 log = logging.getLogger("aquiline.serve")
 
@@ -67,7 +67,6 @@ class Job:
     seen_at: float = field(default=0.0, init=False)
     told_ids: int = field(default=0, init=False)
     told_text: int = field(default=0, init=False)
-    told_at: float = field(default=0.0, init=False)
 
 
 class EngineLoop:
@@ -95,6 +94,7 @@ class EngineLoop:
         self._coming: list[Sequence[Job]] = []
         self._leaving: list[Job] = []
         self._untold: list[Job] = []  # of what the last steps added
+        self._told_at = 0.0  # all of them
         self._stopping = False
         self._faults = 0  # since the last token
         self._wake = threading.Condition()
@@ -217,7 +217,9 @@ class EngineLoop:
             self._recover()
             return
         now = time.perf_counter()
-        pause = (self.engine.running - 1) / _TOLD
+        all_told = now - self._told_at >= (self.engine.running - 1) / _TOLD
+        if all_told:
+            self._told_at = now
         news = dict.fromkeys([*self._untold, *(self._jobs[request] for request in touched)])
         self._untold = []
         for request in touched:
@@ -226,7 +228,7 @@ class EngineLoop:
         for job in news:
             if job.request not in self._jobs:
                 continue
-            if self._due(job, now, pause):
+            if self._due(job, all_told):
                 self._read(job, self._tell)
             elif job.pace is not Pace.LAST:
                 self._untold.append(job)
@@ -237,11 +239,11 @@ class EngineLoop:
             self._metrics.gap(now - job.seen_at, count - job.seen_ids)
         job.seen_ids, job.seen_at = count, now
 
-    def _due(self, job: Job, now: float, pause: float) -> bool:
+    def _due(self, job: Job, all_told: bool) -> bool:
         """A grammar is looked at with every step, as it may have failed there."""
         if job.request.finish_reason is not None or job.request.grammar is not None or job.pace is Pace.EACH:
             return True
-        return job.pace is Pace.SOON and (not job.told_ids or now - job.told_at >= pause)
+        return job.pace is Pace.SOON and (all_told or not job.told_ids)
 
     def _tell_untold(self) -> None:
         untold, self._untold = self._untold, []
@@ -285,7 +287,7 @@ class EngineLoop:
             request.last_tree,
             finish_reason,
         )
-        job.told_ids, job.told_text, job.told_at = len(request.output_ids), len(text), time.perf_counter()
+        job.told_ids, job.told_text = len(request.output_ids), len(text)
         return step
 
     def _tell(self, job: Job) -> None:
