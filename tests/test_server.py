@@ -147,6 +147,14 @@ def test_retry_after_is_obeyed(fake, tmp_path, monkeypatch):
     assert run(fake, tmp_path)[2] == [7.0]
 
 
+def test_what_a_server_says_is_in_vain_is_not_asked_again_in_the_same_run(fake, tmp_path):
+    fake.script["a"] = deque([(504, b"too long", [("X-Should-Retry", "false")])])
+    rows, counts, naps = run(fake, tmp_path)
+    assert set(rows) == {"b"}
+    assert counts["dropped"] == {"refused by the server: 504": 1}
+    assert naps == []
+
+
 def test_what_is_refused_is_counted_and_asked_again_by_the_next_run(fake, tmp_path):
     fake.script["a"] = deque([(400, {"error": {"message": "too\n long"}})])
     fake.script["b"] = deque([(500, b"")] * 6)

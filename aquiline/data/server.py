@@ -106,7 +106,7 @@ class Endpoint:
                 fault = f"{error.code} {' '.join(error.read()[:300].decode(errors='replace').split())}"
                 if error.code in _FATAL or (error.code not in _RETRIED and body is None):
                     raise UserError(f"{self.url}{path} answered {fault}") from error
-                if error.code not in _RETRIED:
+                if error.code not in _RETRIED or error.headers.get("X-Should-Retry") == "false":
                     raise UserError(f"the server answered {fault}", f"refused by the server: {error.code}") from error
                 after = error.headers.get("Retry-After", "")
                 wait = min(600.0, float(after)) if after.isdecimal() else wait

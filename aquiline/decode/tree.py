@@ -30,7 +30,7 @@ class Tree:
     tokens: list[int]  # target ids
     parents: list[int]  # index of a node further left, or ROOT
     depths: list[int]  # from 1
-    scores: list[float]  # sum of the draft's log-probabilities from the root; 0 where no draft gave any
+    scores: list[float]  # sum from the root of log-probabilities that the draft gives; 0 where no draft gave any
 
     @staticmethod
     def empty() -> "Tree":
@@ -170,8 +170,8 @@ class TreeBuilder:
     def extend(self, log_probs_BKC: Tensor, ids_BKC: Tensor) -> Level | None:
         """Give each node just run its children; returns what to run next, None once the depth is reached.
 
-        `log_probs_BKC`, `ids_BKC`: the `top_k` most likely draft ids behind each node of the last `Level`, descending;
-        [B, C] for the first level.
+        `log_probs_BKC`, `ids_BKC`: the `top_k` draft ids that are most likely to be chosen behind each node of the last
+        `Level`, descending; [B, C] for the first level.
         """
         num_rows, k = len(self._configs), self.top_k
         self._depth += 1
