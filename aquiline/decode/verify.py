@@ -2,8 +2,8 @@
 
 At the node where it stands the walk chooses the target's next token as plain decoding would. If a child carries it, the
 walk steps there; otherwise, and always at a leaf, it is the bonus: the tree decides how many tokens a cycle yields,
-never which. Children come from a top-k, so each is a point mass, and for a tree that knows nothing of the draws this has
-the same joint law over (path, bonus) as sequential rejection with renormalisation (speculative sampling, arXiv
+never which. Children come from a top-k, so each is a point mass, and for a tree that knows nothing of the draws this
+has the same joint law over (path, bonus) as sequential rejection with renormalisation (speculative sampling, arXiv
 2211.17192). One that does know them (`Foresight`) is accepted more often, with the same text.
 
 Letters: N = 1 + nodes, the rows of the target pass of one request, row 0 being the root; V target vocabulary.
