@@ -315,7 +315,7 @@ class SamplingConfig:
 
     @property
     def whole(self) -> bool:
-        """Whether any token may be chosen."""
+        """Whether neither top-k nor top-p nor min-p cuts the distribution."""
         return (self.top_k, self.top_p, self.min_p) == (0, 1.0, 0.0)
 
     @property

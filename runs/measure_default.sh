@@ -12,6 +12,7 @@ sets=("$2"/{mt_bench,humaneval,gsm8k,alpaca,sum}.jsonl)
 mkdir -p "$out"
 # The default tree, plain and speculative in turn, in the machine's own dtype: speed-up.
 aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 192 --json "$out/default-tree.json"
+aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 192 --temperature 1 --json "$out/default-tree-t1.json"
 # Other engines on the same prompts.
 python "$here/runs/versus_peers.py" "$out/versus-peers.json" "${sets[@]}" --limit 2 "${@:3}"
 # Batches; and which fixed tree decodes fastest, on prompts that nothing else here is measured with.

@@ -48,7 +48,7 @@ from aquiline.measure.tasks import read_prompts, task_name
 
 CLIENTS = (1, 8, 32)
 DEFINITIONS = {
-    "tokens_per_second": "tokens of all replies / seconds from the first request to the last token, of each round",
+    "tokens_per_second": "tokens of all replies / seconds from before the first request to the last token, by round",
     "ratio_to_bench": "the server's over those of the engine that runs batch behind batch, of the same round: median, "
     "min and max",
     "ratio_to_engine": "the same over those of the engine to which all are submitted at once",
@@ -72,6 +72,8 @@ class Client:
 
     def __init__(self, server: Endpoint, tokens: int) -> None:
         self._server, self._tokens, self._url = server, tokens, urlsplit(server.url)
+        if self._url.scheme != "http":
+            raise SystemExit(f"{server.url} is no http address; what encryption costs is not measured here")
         self.socket = socket.create_connection((self._url.hostname, self._url.port or 80), timeout=600)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -86,24 +88,29 @@ class Client:
         lines += [f"Authorization: Bearer {key}"] if key else []
         self.number, self._raw, self._first = number, b"", 0.0
         self._began = time.perf_counter()
-        self.socket.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        with suppress(OSError):  # of a connection that is closed nothing comes, either
+            self.socket.sendall("\r\n".join([*lines, "", ""]).encode() + body)
 
     def listen(self) -> Asked | None:
         """What has come; the reply, at its end."""
-        came = self.socket.recv(2**16)
+        came = b""
+        with suppress(OSError):
+            came = self.socket.recv(2**16)
         self._raw += came
         if not self._raw:
             raise SystemExit(f"{self._server.url} closes its connections between requests; they are to stay open")
         if not self._first and _TEXT.search(self._raw):
             self._first = time.perf_counter() - self._began
-        if came and not self._raw.endswith(b"0\r\n\r\n"):  # the end of a chunked answer
+        head, _, text = self._raw.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)\ncontent-length: *(\d+)", head)
+        if came and (len(text) < int(length[1]) if length else not text.endswith(b"0\r\n\r\n")):  # of a chunked one
             return None
         answer = http.client.HTTPResponse(_Socket(self._raw))  # type: ignore[arg-type]
         answer.begin()
-        text = answer.read().decode()
-        usage = re.findall(r'"completion_tokens": ?(\d+)', text)
-        if answer.status != 200 or "[DONE]" not in text or not usage:
-            raise SystemExit(f"{self._server.url} answered {answer.status}: {text[:500]}")
+        said = answer.read().decode()
+        usage = re.findall(r'"completion_tokens": ?(\d+)', said)
+        if answer.status != 200 or "[DONE]" not in said or not usage:
+            raise SystemExit(f"{self._server.url} answered {answer.status}: {said[:500]}")
         return Asked(self._first or time.perf_counter() - self._began, int(usage[-1]))
 
 
@@ -132,12 +139,17 @@ def ask_all(
             selector.register(client.socket, selectors.EVENT_READ, client)
             client.ask(*waiting.popleft())
         while len(found) < len(prompts):
-            for key, _ in selector.select():
+            ready = selector.select(600)
+            if not ready:
+                raise SystemExit(f"{server.url} has said nothing for ten minutes")
+            for key, _ in ready:
                 client = key.data
                 if (asked := client.listen()) is not None:
                     found[client.number] = asked
                     if waiting:
                         client.ask(*waiting.popleft())
+                    else:
+                        selector.unregister(client.socket)
         seconds = time.perf_counter() - began
         for client in idle:
             client.socket.close()

@@ -464,20 +464,37 @@ def test_trees_of_sampled_rows_are_those_of_the_builder(monkeypatch):
     assert compared > 20
 
 
+def winner_by_pytorch(logits_V, temperature, key, position):
+    return race(
+        warp(logits_V, SamplingConfig(temperature=temperature)), arrivals(key, position, torch.arange(len(logits_V)))
+    )
+
+
 @needs_kernel
 def test_the_winner_of_a_race_is_that_of_pytorch():
     generator = torch.Generator().manual_seed(0)
-    for n in range(1200):
-        size, temperature = [1, 24, 1000, 49_152][n % 4], [1.0, 0.3, 2.0, 1e-3, 50.0][n % 5]
+    temperatures = [1.0, 0.3, 2.0, 1e-6, 100.0, 1e-39, 1e-310]
+    for n in range(1400):
+        size, temperature, key = [2, 24, 1000, 49_152][n % 4], temperatures[n % 7], seed_key(n)
         logits_V = 3 * torch.randn(size, generator=generator)
-        logits_V[1:][torch.rand(size - 1, generator=generator) < 0.1] = -torch.inf
-        key = seed_key(n)
-        want = race(
-            warp(logits_V, SamplingConfig(temperature=temperature)), arrivals(key, 7 * n, torch.arange(len(logits_V)))
-        )
-        assert backend.race(logits_V, temperature, key, 7 * n) == want
+        logits_V[torch.rand(size, generator=generator) < 0.1] = -torch.inf
+        if (logits_V > -torch.inf).any():
+            want = winner_by_pytorch(logits_V, temperature, key, 7 * n)
+            assert logits_V[want] > -torch.inf
+            assert backend.winner(logits_V, temperature, key, 7 * n) == want
     strided_V = torch.randn(9, 2, generator=generator)[:, 0]
-    assert backend.race(strided_V, 1.0, 3, 4) == backend.race(strided_V.clone(), 1.0, 3, 4)
+    assert backend.winner(strided_V, 1.0, 3, 4) == backend.winner(strided_V.clone(), 1.0, 3, 4)
+
+
+@needs_kernel
+def test_a_late_arrival_is_known_as_well_as_an_early_one():
+    """Of the token 773491 at this key 1 - u is 1e-7, where float has hardly a digit left."""
+    logits_V, key = torch.full((773_492,), -torch.inf), seed_key(1)
+    early, late = arrivals(key, 0, torch.tensor([773_490, 773_491])).tolist()
+    assert late > 16
+    for at, winner in ((late - 0.05, 773_490), (late + 0.05, 773_491)):
+        logits_V[773_490:] = torch.tensor([math.log(early / at), 0.0])  # that it would arrive at this time
+        assert backend.winner(logits_V, 1.0, key, 0) == winner == winner_by_pytorch(logits_V, 1.0, key, 0)
 
 
 @needs_kernel

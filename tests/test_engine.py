@@ -501,6 +501,27 @@ def test_lossless_on_every_family(family):
         assert [r.output_ids for r in got] == [r.output_ids for r in plain]
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_draft_foresees_what_is_drawn(packed):
+    """Where target and draft know next to nothing, the random numbers decide: at other positions, or of other tokens,
+    one guess in 24 would be right.
+    """
+    target = tiny_target(vocab_size=24)
+    draft = tiny_draft(target, draft_vocab_size=24)
+    with torch.no_grad():
+        target.head_weight.mul_(0.05)
+        draft.lm_head.weight.mul_(0.05)
+    if packed:
+        target, draft = target.pack(), draft.pack()
+    engine = Engine(target, draft, max_batch=3, context=64)
+    requests = [
+        Request(prompt(n, n), SamplingConfig(temperature=t, seed=n), Limits(30), TreeConfig(4, 1, 4))
+        for n, t in ((4, 1.0), (9, 0.8), (5, 3.0))
+    ]
+    for r in engine.run(requests):
+        assert sum(r.cycle_lengths) / r.cycles > 3
+
+
 def test_emitted_tokens_follow_the_targets_distribution():
     """End to end at temperature 1 on a 24-token vocabulary: 960 seeds, chi-square at level 1e-3."""
     target = tiny_target(vocab_size=24)

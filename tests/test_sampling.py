@@ -11,7 +11,8 @@ import torch
 import transformers as hf
 
 from aquiline.config import SamplingConfig, UserError
-from aquiline.decode.sampling import Foresight, Sampler, _mix64, arrivals, race, seed_key, warp
+from aquiline.decode.sampling import Foresight, Sampler, _mix64, arrivals, foresee, race, seed_key, warp
+from aquiline.model import backend
 
 
 def chi_square(counts: Sequence[int], expected: Sequence[float]) -> float:
@@ -273,11 +274,21 @@ def test_the_largest_logit_with_noise_is_the_token_chosen(temperature: float) ->
     logits_V = 3 * torch.randn(500, generator=torch.Generator().manual_seed(1))
     for seed in range(200):
         sampler = Sampler(SamplingConfig(temperature=temperature, seed=seed), [], 500)
-        noise_V = sampler.foresight.noise(seed + 7, torch.arange(500))
-        assert int((logits_V + noise_V).argmax()) == sampler.choose(logits_V, seed + 7)
-    greedy = Foresight.of(SamplingConfig(seed=3))
-    assert greedy.sharpness == 1
-    assert not greedy.noise(7, torch.arange(9)).any()
+        greedy = Foresight.of(SamplingConfig(seed=seed))
+        sharpness_B, noise_BDV = foresee([greedy, sampler.foresight], [9, seed + 7], 3, torch.arange(500))
+        for depth in range(3):
+            assert int((logits_V + noise_BDV[1, depth]).argmax()) == sampler.choose(logits_V, seed + 7 + depth)
+        assert sharpness_B[0] == 1
+        assert not noise_BDV[0].any()
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("logits", [[math.nan] * 3, [1, math.nan, 2], [1, math.inf, 2], [-math.inf] * 3])
+def test_logits_by_which_nothing_can_be_drawn_are_an_error(kernel, logits, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    if not kernel:
+        monkeypatch.setattr(backend, "library", lambda: None)
+    with pytest.raises(FloatingPointError, match="no token can be drawn"):
+        Sampler(SamplingConfig(temperature=1.0), [], 3).choose(torch.tensor(logits), 5)
 
 
 def test_another_distribution_in_the_same_race_agrees_as_often_as_is_proved() -> None:

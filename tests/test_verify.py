@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aquiline.config import SamplingConfig
-from aquiline.decode.sampling import Sampler
+from aquiline.decode.sampling import Sampler, foresee
 from aquiline.decode.tree import ROOT, Tree
 from aquiline.decode.verify import Verdict, verify, walk
 
@@ -292,7 +292,8 @@ def test_a_tree_grown_by_what_is_known_of_the_races_does_not_change_the_law() ->
         sampler = Sampler(SamplingConfig(temperature=1.0, seed=seed), [], 4)
 
         def best(path: tuple[int, ...], count: int, of: Sampler = sampler) -> list[int]:
-            return (draft[path] + of.foresight.noise(5 + len(path), ids)).topk(count).indices.tolist()  # type: ignore[no-any-return]
+            noise_V = foresee([of.foresight], [5 + len(path)], 1, ids)[1][0, 0]
+            return (draft[path] + noise_V).topk(count).indices.tolist()  # type: ignore[no-any-return]
 
         tree = Tree.from_paths([[a, b] for a in best((), 2) for b in best((a,), 1)])
         rows = [(), *((t,) if d == 1 else None for t, d in zip(tree.tokens, tree.depths, strict=True))]

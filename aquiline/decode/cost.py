@@ -277,8 +277,9 @@ def _bucket(value: int, smallest: int) -> int:
 class Calibration:
     """Chance of a node from the draft's probability of its path, and its depth.
 
-    That probability times a factor: accepted over expected of the nodes verified so far with about that probability
-    (`_EDGES`) at that depth, beginning as if 2 had been expected and 1.8 accepted. What was learnt fades.
+    That probability (for sampled rows: of being drawn, by what is known of the draw; they share the factors) times a
+    factor: accepted over expected of the nodes verified so far with about that probability (`_EDGES`) at that depth,
+    beginning as if 2 had been expected and 1.8 accepted. What was learnt fades.
     """
 
     def __init__(self) -> None:

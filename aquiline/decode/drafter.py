@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from aquiline.config import TreeConfig
 from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Mood
-from aquiline.decode.sampling import Sampler
+from aquiline.decode.sampling import Sampler, foresee
 from aquiline.decode.tree import Level, Tree, TreeBuilder
 from aquiline.model.draft import Draft
 
@@ -152,8 +152,8 @@ class EagleDrafter:
         ids_BN, _, aux_BNA = self._inputs(rows, counts, pending)
         waited = time.perf_counter() - began
         limits = [(c.depth, c.top_k, c.num_nodes) for c in configs]
-        slots, races = [row.slot for row in rows], [row.sampler.foresight for row in rows]
-        grown = grow(aux_BNA, ids_BN, counts, limits, worth, races, self.cache, slots)
+        slots, foresights = [row.slot for row in rows], [row.sampler.foresight for row in rows]
+        grown = grow(aux_BNA, ids_BN, counts, limits, worth, foresights, self.cache, slots)
         self._caught_up(rows)
         first, *others = grown.seconds
         return [Tree(*parts) for parts in zip(*grown[:4], strict=True)], [waited + first, *others]
@@ -166,7 +166,7 @@ class EagleDrafter:
         _, last = self._catch_up(rows, 0)
         self._caught_up(rows)
         feature_BH, hidden_BH = (_joined([last[row.slot][i] for row in rows]) for i in range(2))
-        levels = _Levels(self, rows, feature_BH)
+        levels = _Levels(self, rows, feature_BH, max(c.depth for c in configs))
         least = [of_row[0] for of_row in worth]
         builder = TreeBuilder(configs, self.model.vocab.target_ids_W, least)
         level = builder.extend(*levels.top(hidden_BH, builder.top_k, 1))
@@ -252,10 +252,14 @@ class EagleDrafter:
 class _Levels:
     """The draft's passes of one cycle behind the real rows, level by level."""
 
-    def __init__(self, drafter: EagleDrafter, rows: Sequence[Row], feature_BH: Tensor) -> None:
-        self._drafter, self._rows, self._feature_BKH = drafter, rows, feature_BH[:, None]
+    def __init__(self, drafter: EagleDrafter, rows: Sequence[Row], feature_BH: Tensor, depth: int) -> None:
+        self._drafter, self._feature_BKH = drafter, feature_BH[:, None]
         self._slots = [row.slot for row in rows]
         self._tree_keys_values: tuple[Tensor, Tensor] | None = None
+        self._foreseen: tuple[Tensor, Tensor] | None = None
+        if not all(row.sampler.config.greedy for row in rows):
+            foresights, ids_W = [row.sampler.foresight for row in rows], drafter.model.vocab.target_ids_W
+            self._foreseen = foresee(foresights, [len(row.known) for row in rows], depth, ids_W)
         last_rows = [[drafter.cache.lengths[slot] - 1] for slot in self._slots]
         self._last_row_B1 = torch.tensor(last_rows, device=feature_BH.device)
 
@@ -280,17 +284,15 @@ class _Levels:
         return self.top(out.hidden_BNH, count, level.depth + 1)
 
     def top(self, hidden_BKH: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor]:
-        """The same behind hidden states `[B, K, H]` or `[B, H]`, for nodes of a depth: with a sampled row's noise at
-        the position where these stand, those that are likely to win there.
+        """The same behind hidden states `[B, K, H]` or `[B, H]`, for nodes of a depth; of sampled rows those that are
+        likely to be drawn there.
         """
-        model = self._drafter.model
-        if all(row.sampler.config.greedy for row in self._rows):
-            return model.top(hidden_BKH, count)
-        ids_W = model.vocab.target_ids_W
-        noise_BW = torch.stack([row.sampler.foresight.noise(len(row.known) - 1 + depth, ids_W) for row in self._rows])
-        sharpness_B = torch.tensor([row.sampler.foresight.sharpness for row in self._rows], device=ids_W.device)
-        shape = (len(self._rows), *[1] * (hidden_BKH.dim() - 2), -1)
-        return model.top(hidden_BKH, count, (sharpness_B.view(shape), noise_BW.view(shape)))
+        if self._foreseen is None:
+            return self._drafter.model.top(hidden_BKH, count)
+        sharpness_B, noise_BDW = self._foreseen
+        shape = (len(sharpness_B), *[1] * (hidden_BKH.dim() - 2), -1)
+        tilt = sharpness_B.view(shape), noise_BDW[:, depth - 1].view(shape)
+        return self._drafter.model.top(hidden_BKH, count, tilt)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

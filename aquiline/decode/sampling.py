@@ -2,9 +2,9 @@
 
 At every position each token of the vocabulary has an arrival, an exponential random number that depends only on the
 request's seed, the absolute position and the token. The token with the smallest arrival / probability is chosen, which
-happens with just that probability (the Gumbel-max trick: an arrival is e^-g of a Gumbel number g). So text at a seed is
-the same with and without a draft, whatever the tree or the batch, but for tokens that tie within rounding at the border
-of a top-k or top-p.
+happens with just that probability (the Gumbel-max trick: an arrival is e^-g of a Gumbel number g). So text at a seed
+is the same with and without a draft, whatever the tree or the batch, but for tokens that tie within rounding: at the
+border of a top-k or top-p, or in the race.
 
 And so the draft, which knows the arrivals before the target runs, can guess who wins instead of who is likely: two
 distributions in the same race choose the same token with a chance of at least (1 - d) / (1 + d), d being their total
@@ -28,8 +28,8 @@ from aquiline.model import backend
 
 BAN = -100.0  # a logit bias at or below this forbids the token (the OpenAI convention)
 
-# A draft's distribution is flatter than the target's, as it spreads what it does not know. Of the shipped head's first
-# guesses at temperature 1 win 0.393 by its own logits, 0.417 by 1.2 and 1.3 times these, 0.405 by 1.6 times (LOG.md).
+# A draft's distribution is flatter than the target's, as it spreads what it does not know: of the shipped head's first
+# guesses at temperature 1 win 0.39 by its own logits, 0.42 by these times 1.2, 0.41 by 1.6 times (LOG.md).
 SHARPNESS = 1.25
 
 _WORD = 2**64 - 1
@@ -53,12 +53,20 @@ def arrivals(key: int, position: int, ids: Tensor) -> Tensor:
 
     SplitMix64 (Steele, Lea and Flood 2014) counted by position, and from there by token.
     """
-    key = _mix64((key + (position + 1) * _GAMMA) & _WORD)
-    z = (ids + 1) * _signed(_GAMMA) + _signed(key)  # int64 wraps as a machine word does
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+    return _arrivals(_position_key(key, position), ids)
+
+
+def _position_key(key: int, position: int) -> int:
+    """As the bits of an int64."""
+    return _signed(_mix64((key + (position + 1) * _GAMMA) & _WORD))
+
+
+def _arrivals(position_key: int | Tensor, ids: Tensor) -> Tensor:
+    z = (ids + 1) * _signed(_GAMMA) + position_key  # int64 wraps as a machine word does
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ _shifted(z, shift)) * _signed(factor)
-    uniform = (_shifted(z, 11).double() + 0.5) * 2.0**-53
-    return -torch.log1p(-uniform)
+    uniform = (_shifted(z ^ _shifted(z, 31), 11).double() + 0.5) * 2.0**-53
+    return -torch.log1p(-uniform.clamp(max=1 - 2.0**-53))  # the last of them rounds to 1
 
 
 def _signed(word: int) -> int:
@@ -72,9 +80,13 @@ def _shifted(z: Tensor, by: int) -> Tensor:
 
 def race(probs: Tensor, arrivals: Tensor) -> int:
     """The place of the token whose arrival is the earliest for its probability; never that of one of probability 0.
-    `probs` need not sum to one.
+    `probs` need not sum to one. FloatingPointError where nothing can be chosen: some are no numbers, or all are 0.
     """
-    return int((arrivals / probs).argmin())
+    quotients = arrivals / probs
+    winner = int(quotients.argmin())  # of a NaN, if there is one
+    if not quotients[winner].isfinite():
+        raise FloatingPointError(backend.NO_WINNER)
+    return winner
 
 
 class Foresight(NamedTuple):
@@ -88,13 +100,20 @@ class Foresight(NamedTuple):
     def of(config: SamplingConfig) -> "Foresight":
         return Foresight(seed_key(config.seed), config.temperature, 1.0 if config.greedy else SHARPNESS)
 
-    def noise(self, position: int, ids: Tensor) -> Tensor:
-        """Float32 like `ids`, to be added to logits: temperature times Gumbel noise. Of a whole distribution the token
-        with the largest sum wins.
-        """
-        if self.temperature == 0:
-            return torch.zeros(ids.shape, device=ids.device)
-        return (-self.temperature * arrivals(self.key, position, ids).log()).float()
+
+def foresee(
+    foresights: Sequence[Foresight], positions: Sequence[int], depth: int, ids_W: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What makes a draft's logits scores of who wins, float32: each row's factor `[B]`, and what is to be added
+    `[B, depth, W]`, at so many positions from the row's own one on: temperature times Gumbel noise, nothing for greedy
+    rows. Of a whole distribution the token with the largest logit + noise wins.
+    """
+    device = ids_W.device
+    rows = list(zip(foresights, positions, strict=True))
+    keys = [[_position_key(f.key, at + d) for d in range(depth)] for f, at in rows]
+    temperature_B11 = torch.tensor([f.temperature for f in foresights], device=device)[:, None, None]
+    noise_BDW = -temperature_B11 * _arrivals(torch.tensor(keys, device=device)[..., None], ids_W).log()
+    return torch.tensor([f.sharpness for f in foresights], device=device), noise_BDW.float()
 
 
 def _keep_best(weights_V: Tensor, best: Tensor, count: int) -> Tensor:
@@ -233,10 +252,10 @@ class Sampler:
         """The token that stands at absolute `position`, given the target's raw logits [V] for it."""
         if self.config.greedy:
             return int(self.adjust(logits_V, path_tokens).argmax())  # of equals the first
-        key, logits_V = self.foresight.key, self.adjust(logits_V, path_tokens)
-        if self.config.whole and (winner := backend.race(logits_V, self.config.temperature, key, position)) is not None:
-            return winner
-        probs_V = warp(logits_V, self.config)
+        key = self.foresight.key
+        if self.config.whole and backend.library() is not None and logits_V.device.type == "cpu":
+            return backend.winner(self.adjust(logits_V, path_tokens), self.config.temperature, key, position)
+        probs_V = self.probs(logits_V, path_tokens)
         able = probs_V.nonzero()[:, 0]  # often a few tokens: all others' arrivals would be for nothing
         return int(able[race(probs_V[able], arrivals(key, position, able))])
 

@@ -30,6 +30,7 @@ from aquiline.model.machine import cache_folder, cpu_flags, large_pages
 from aquiline.model.quantised import GROUP, Quantised
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
+NO_WINNER = "no token can be drawn: the target's logits are no numbers, or leave none above -infinity"
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"]
 _BUILD_SECONDS = 300
 _BLOCK, _STEP = 16, 32  # outputs of a packed block; inputs are padded to a multiple of the other
@@ -230,16 +231,19 @@ def describe(dtype: torch.dtype, device: torch.device) -> str:
     return f"kernel, {width}{f' and {units}' if units and dtype == torch.bfloat16 else ''}"
 
 
-def race(logits_V: Tensor, temperature: float, key: int, position: int) -> int | None:
-    """`sampling.race` over the whole distribution of float32 logits; None where the kernel cannot run it."""
-    lib = library() if logits_V.device.type == "cpu" else None
-    if lib is None:
-        return None
+def winner(logits_V: Tensor, temperature: float, key: int, position: int) -> int:
+    """`sampling.race` over the whole distribution of float32 logits `[V]`, where there is a `library`, on the CPU.
+    FloatingPointError where nothing can be chosen.
+    """
+    lib = library()
+    assert lib is not None
     logits_V = logits_V.contiguous()
     _fits(logits_V.dtype == torch.float32 and logits_V.dim() == 1, f"logits {tuple(logits_V.shape)}")
-    winner = int(lib.aq_race(logits_V.data_ptr(), len(logits_V), temperature, key, position, torch.get_num_threads()))
-    _check_memory(winner < 0)
-    return winner
+    found = int(lib.aq_race(logits_V.data_ptr(), len(logits_V), temperature, key, position, torch.get_num_threads()))
+    _check_memory(found == -1)
+    if found < 0:
+        raise FloatingPointError(NO_WINNER)
+    return found
 
 
 def usable(dtype: torch.dtype, device: torch.device) -> bool:
@@ -548,7 +552,7 @@ class Decoder:
         counts: Sequence[int],
         limits: Sequence[tuple[int, int, int]],
         worth: Sequence[Sequence[float]],
-        races: Sequence[tuple[int, float, float]],
+        foresights: Sequence[tuple[int, float, float]],
         cache: KVCache,
         slots: list[int],
     ) -> Grown:
@@ -556,15 +560,15 @@ class Decoder:
         (tree.py) makes them.
 
         `limits`: depth, top-k and nodes of each row. `worth`: how likely a row's node must be to be run, and then those
-        of depth 1, 2, ... together; nothing is asked of deeper ones. `races`: `Foresight` of each row
-        (decode/sampling.py).
+        of depth 1, 2, ... together; nothing is asked of deeper ones. `foresights`: of each row
+        what decode/sampling.py calls so.
         """
         lib = library()
         assert lib is not None
         (B, N), D, A = ids_BN.shape, self._shape[3], fc.struct.inp
         room, deepest = max(nodes for _, _, nodes in limits), max(depth for depth, _, _ in limits)
         aux, ids = aux_BNA.detach().to(self.dtype).contiguous(), ids_BN.contiguous()
-        _fits(len(slots) == len(counts) == len(limits) == len(races) == B, f"{B} rows of ids")
+        _fits(len(slots) == len(counts) == len(limits) == len(foresights) == B, f"{B} rows of ids")
         _fits(aux.shape == (B, N, A) and fc.struct.out == D, f"states {aux.shape} for {B} rows of {N} tokens")
         _fits(ids.dtype == target_ids_W.dtype == torch.int64, f"ids of {ids.dtype}")
         _fits(all(1 <= count <= N for count in counts), f"{counts} new rows of {N}")
@@ -582,8 +586,8 @@ class Decoder:
         for b, of_row in enumerate(worth):
             at, count = b * (1 + deepest), min(1 + deepest, len(of_row))
             least[at : at + count] = list(of_row[:count])
-        keys = (ctypes.c_uint64 * B)(*(key for key, _, _ in races))
-        temperature, sharpness = ((ctypes.c_float * B)(*(race[i] for race in races)) for i in (1, 2))
+        keys = (ctypes.c_uint64 * B)(*(key for key, _, _ in foresights))
+        temperature, sharpness = ((ctypes.c_float * B)(*(of_row[i] for of_row in foresights)) for i in (1, 2))
         nodes_3BN, scores_BN = torch.empty(3, B, room, dtype=torch.int64), torch.empty(B, room)
         for slot, count in zip(slots, counts, strict=True):
             cache.extend(slot, count)  # what stands there is written by the kernel

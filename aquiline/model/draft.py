@@ -165,8 +165,8 @@ class Draft(nn.Module):
         return (self.lm_head(hidden) if self._head is None else self._head(hidden)).float()
 
     def top(self, hidden: Tensor, count: int, tilt: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """The most likely draft ids: float32 log-probabilities, descending, and the ids, both `[..., count]`. `tilt`:
-        what the logits are multiplied with and what is added to them first.
+        """The most likely draft ids: float32 log-probabilities, descending, and the ids, both `[..., count]`; of
+        logits * tilt[0] + tilt[1] where a `tilt` is given, both of which broadcast to the logits `[..., W]`.
         """
         if tilt is not None:
             return torch.log_softmax(self.logits(hidden) * tilt[0] + tilt[1], dim=-1).topk(count)

@@ -1193,8 +1193,8 @@ int aq_linear(const Linear* w, const void* x, int64_t M, int bf16_weights, int t
   return 1;
 }
 
-// sampling.race over the whole distribution of V logits, one finite at least; -1 when there is no memory. `key`: of the
-// request's seed.
+// sampling.race over the whole distribution of V logits; -1 when there is no memory, -2 when nobody can win. `key`: of
+// the request's seed.
 int64_t aq_race(const float* logits, int64_t V, double temperature, uint64_t key, int64_t position, int threads) try {
   return race(logits, V, temperature, count(key, position), threads);
 } catch (const std::bad_alloc&) {

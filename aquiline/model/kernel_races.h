@@ -7,14 +7,14 @@
 #pragma once
 
 #include <limits>
-#include <vector>
+#include <memory>
 
 #include "kernel_vector.h"
 
 namespace {
 
 constexpr uint64_t kGamma = 0x9e3779b97f4a7c15u;
-constexpr float kUnsure = 1e-3f;  // by so much float may misplace a logarithm of a time, many times over
+constexpr float kUnsure = 1e-3f;  // float is off by a hundredth of it, in a logarithm of time / probability
 
 inline uint64_t mix64(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -25,14 +25,19 @@ inline uint64_t mix64(uint64_t z) {
 // `key`: of a seed, counted by position, or of both, counted by token.
 inline uint64_t count(uint64_t key, int64_t number) { return mix64(key + uint64_t(number + 1) * kGamma); }
 
-inline double uniform_of(uint64_t key, int64_t id) { return (double(int64_t(count(key, id) >> 11)) + 0.5) * 0x1p-53; }
+inline double uniform_of(uint64_t key, int64_t id) {
+  return std::min((double(int64_t(count(key, id) >> 11)) + 0.5) * 0x1p-53, 1 - 0x1p-53);
+}
 
-// Foresight.noise of 16 tokens at temperature 1: -log(-log(1 - u)).
+// Gumbel noise of 16 tokens: -log(-log(1 - u)), near u = 0 by the series of the inner logarithm.
 inline V gumbel(uint64_t key, const int64_t* ids) {
-  alignas(64) float uniform[kBlock];
-  for (int i = 0; i < kBlock; i++) uniform[i] = float(uniform_of(key, ids[i]));
-  V u = load(uniform), rest = most(splat(1.0f) - u, splat(0x1p-25f));
-  V series = fma(u * u, fma(u, splat(1.0f / 3), splat(0.5f)), u), whole = splat(0) - log(rest);
+  alignas(64) float uniform[kBlock], rest[kBlock];
+  for (int i = 0; i < kBlock; i++) {
+    double u = uniform_of(key, ids[i]);
+    uniform[i] = float(u), rest[i] = float(1 - u);  // in double: float knows nothing between 1 - 2^-24 and 1
+  }
+  V u = load(uniform);
+  V series = fma(u * u, fma(u, splat(1.0f / 3), splat(0.5f)), u), whole = splat(0) - log(load(rest));
   V time = keep_above(u, 0.01f, whole) + series - keep_above(u, 0.01f, series);
   return splat(0) - log(time);
 }
@@ -46,30 +51,42 @@ inline void noise_of(uint64_t key, const int64_t* ids, int64_t count, float temp
   std::copy_n(noise, count, out);
 }
 
-// Who wins the race of all V tokens with these logits. Logits of -infinity never do; one at least is finite.
+inline float largest(V v) {
+  alignas(64) float x[kBlock];
+  store(x, v);
+  return *std::max_element(x, x + kBlock);
+}
+
+// Who wins the race of all tokens with these logits; those of -infinity never do. -2: some are no numbers, or none can.
 inline int64_t race(const float* logits, int64_t size, double temperature, uint64_t key, int threads) {
   const float never = -std::numeric_limits<float>::infinity();
-  float highest = never, best = never;
-  for (int64_t i = 0; i < size; i++) highest = std::max(highest, logits[i]);
-  std::vector<float> score(size_t(up(size, kBlock)));
-  float scale = float(1 / temperature);
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : best)
-  for (int64_t at = 0; at < size; at += kBlock) {
-    alignas(64) int64_t ids[kBlock];
-    float* of = &score[size_t(at)];
-    for (int i = 0; i < kBlock; i++) {
-      ids[i] = at + i;
-      of[i] = at + i < size ? (logits[at + i] - highest) * scale : never;
+  int64_t blocks = up(size, kBlock);
+  std::unique_ptr<float[]> score(new float[size_t(blocks)]);
+  std::fill(std::copy_n(logits, size, score.get()), score.get() + blocks, never);
+  V top = splat(never);
+  for (int64_t at = 0; at < blocks; at += kBlock) top = most(top, load(&score[size_t(at)]));
+  float highest = largest(top), best = never;
+  float scale = float(std::min(1 / temperature, double(std::numeric_limits<float>::max())));
+#pragma omp parallel num_threads(threads) reduction(max : best)
+  {
+    V mine = splat(never);
+#pragma omp for schedule(static)
+    for (int64_t at = 0; at < blocks; at += kBlock) {
+      alignas(64) int64_t ids[kBlock];
+      for (int i = 0; i < kBlock; i++) ids[i] = at + i;
+      V of = (load(&score[size_t(at)]) - splat(highest)) * splat(scale) + gumbel(key, ids);
+      store(&score[size_t(at)], of);
+      mine = most(mine, of);
     }
-    store(of, load(of) + gumbel(key, ids));
-    for (int i = 0; i < kBlock; i++) best = std::max(best, of[i]);
+    best = largest(mine);
   }
-  int64_t winner = 0;
+  int64_t winner = -2;
   double earliest = std::numeric_limits<double>::infinity();
   for (int64_t i = 0; i < size; i++) {
-    if (!(score[size_t(i)] >= best - kUnsure)) continue;
+    if (score[size_t(i)] < best - kUnsure) continue;
     double weight = std::exp((double(logits[i]) - highest) / temperature);
     double time = -std::log1p(-uniform_of(key, i)) / weight;
+    if (std::isnan(time)) return -2;
     if (time < earliest) winner = i, earliest = time;
   }
   return winner;

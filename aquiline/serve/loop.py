@@ -50,7 +50,7 @@ class Pace(Enum):
     """When a reply is told of what has come."""
 
     EACH = "of each step"
-    SOON = "of the first and the last, of others within some milliseconds"
+    SOON = "of the first and the last, of others when all are told"
     LAST = "of all at the end"
 
 
@@ -174,6 +174,8 @@ class EngineLoop:
         self._drop(leaving)
         now = time.perf_counter()
         late = [job for job in self._jobs.values() if job.deadline <= now]
+        if late:
+            self._tell_untold()
         self._drop(late)
         self._fail(late, Refused(504, "the request took longer than its timeout", code="timeout", in_vain=True))
         return True
