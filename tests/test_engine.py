@@ -515,7 +515,7 @@ def test_a_draft_foresees_what_is_drawn(packed):
         target, draft = target.pack(), draft.pack()
     engine = Engine(target, draft, max_batch=3, context=64)
     requests = [
-        Request(prompt(n, n), SamplingConfig(temperature=t, seed=n), Limits(30), TreeConfig(4, 1, 4))
+        Request([7, *range(n)], SamplingConfig(temperature=t, seed=n), Limits(30), TreeConfig(4, 1, 4))
         for n, t in ((4, 1.0), (9, 0.8), (5, 3.0))
     ]
     for r in engine.run(requests):
