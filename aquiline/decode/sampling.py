@@ -34,11 +34,13 @@ SHARPNESS = 1.25
 
 _WORD = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
+# SplitMix64's shifts, each with the factor behind it; a shift of 31 ends it.
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def _mix64(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    for shift, factor in _MIX:
+        z = ((z ^ (z >> shift)) * factor) & _WORD
     return z ^ (z >> 31)
 
 
@@ -63,7 +65,7 @@ def _position_key(key: int, position: int) -> int:
 
 def _arrivals(position_key: int | Tensor, ids: Tensor) -> Tensor:
     z = (ids + 1) * _signed(_GAMMA) + position_key  # int64 wraps as a machine word does
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+    for shift, factor in _MIX:
         z = (z ^ _shifted(z, shift)) * _signed(factor)
     uniform = (_shifted(z ^ _shifted(z, 31), 11).double() + 0.5) * 2.0**-53
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-53))  # the last of them rounds to 1
@@ -253,7 +255,7 @@ class Sampler:
         if self.config.greedy:
             return int(self.adjust(logits_V, path_tokens).argmax())  # of equals the first
         key = self.foresight.key
-        if self.config.whole and backend.library() is not None and logits_V.device.type == "cpu":
+        if self.config.whole and backend.usable(torch.float32, logits_V.device):
             return backend.winner(self.adjust(logits_V, path_tokens), self.config.temperature, key, position)
         probs_V = self.probs(logits_V, path_tokens)
         able = probs_V.nonzero()[:, 0]  # often a few tokens: all others' arrivals would be for nothing

@@ -1032,23 +1032,20 @@ class Grower {
 
   // For each node run last the noise of its row at the position where its children stand.
   std::vector<Tilt> foresee() {
-    int64_t W = g.head->out, sampled = 0;
-    std::vector<int64_t> of_row(size_t(B), -1);
-    for (int64_t b = 0; b < B; b++)
-      if (g.temperature[b] > 0 && !rows[size_t(b)].ran.empty()) of_row[size_t(b)] = sampled++ * W;
-    noise.resize(size_t(sampled * W));
-    for (int64_t b = 0; sampled && b < B; b++) {
-      if (of_row[size_t(b)] < 0) continue;
-      float* to = noise.data() + of_row[size_t(b)];
-      uint64_t key = count(g.keys[b], lengths[size_t(b)] + depth + 1);
-#pragma omp parallel for num_threads(cache.threads) schedule(static)
-      for (int64_t at = 0; at < W; at += kBlock)
-        noise_of(key, g.target_ids + at, std::min<int64_t>(kBlock, W - at), g.temperature[b], to + at);
-    }
+    int64_t W = g.head->out;
+    bool sampled = std::any_of(g.temperature, g.temperature + B, [](float t) { return t > 0; });
+    noise.resize(sampled ? size_t(B * W) : 0);
     std::vector<Tilt> tilts;
     for (int64_t b = 0; b < B; b++) {
       Tilt tilt;
-      if (of_row[size_t(b)] >= 0) tilt = {noise.data() + of_row[size_t(b)], g.sharpness[b]};
+      if (g.temperature[b] > 0 && !rows[size_t(b)].ran.empty()) {
+        float* to = noise.data() + b * W;
+        uint64_t key = count(g.keys[b], lengths[size_t(b)] + depth + 1);
+#pragma omp parallel for num_threads(cache.threads) schedule(static)
+        for (int64_t at = 0; at < W; at += kBlock)
+          noise_of(key, g.target_ids + at, std::min<int64_t>(kBlock, W - at), g.temperature[b], to + at);
+        tilt = {to, g.sharpness[b]};
+      }
       tilts.insert(tilts.end(), rows[size_t(b)].ran.size(), tilt);
     }
     return tilts;
