@@ -16,12 +16,12 @@ aquiline eval "${sets[@]}" --limit 20 --max-new-tokens 192 --temperature 1 --jso
 # Other engines on the same prompts.
 python "$here/runs/versus_peers.py" "$out/versus-peers.json" "${sets[@]}" --limit 2 "${@:3}"
 # Batches; and which fixed tree decodes fastest, on prompts that nothing else here is measured with.
-aquiline bench "${sets[@]:0:4}" --batch 1,2,4,8,16,32 --repeats 3 --max-new-tokens 64 --tree auto \
+aquiline bench "${sets[@]:0:4}" --batch 1,2,4,8,16,32,64 --repeats 3 --max-new-tokens 128 --tree auto \
     --json "$out/batches.json"
 mkdir -p "$out/last"
 for set in "${sets[@]}"; do tail -n 2 "$set" > "$out/last/${set##*/}"; done
 trees=(auto 1:7:7 2:4:5 2:4:7 2:8:15 3:3:7 3:4:7 3:4:9 3:5:11 3:6:15 4:1:4 4:4:11 5:6:31)
-aquiline bench "$out"/last/*.jsonl --batch 1 --repeats 10 --max-new-tokens 96 "${trees[@]/#/--tree=}" \
+aquiline bench "$out"/last/*.jsonl --batch 1 --repeats 3 --max-new-tokens 96 "${trees[@]/#/--tree=}" \
     --json "$out/trees.json"
 for record in batches trees; do aquiline plot "$out/$record.json" "$out/$record.svg"; done
 # Tau with the reference tree, greedy and at temperature 1, and with a chain.

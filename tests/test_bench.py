@@ -83,23 +83,51 @@ def test_rounds_take_the_next_prompts_and_ways_take_turns(model, rendered):
     done = list(runs(model, make_engine(model, rendered, config), rendered, config))
     asked = {tuple(p.ids): p.id for p in rendered}
     rounds = [[[asked[tuple(r.prompt_ids)] for r in run.requests] for run in done[i : i + 3]] for i in (0, 3, 6, 9)]
-    assert rounds == [[["0", "1"]] * 3, [["2", "0"]] * 3, [["1", "2"]] * 3, [["0", "1"]] * 3]
+    assert rounds == [[list(ids)] * 3 for ids in ("01201201", "20120120", "12012012", "01201201")]
     turns = [None, CHAIN, TREE, CHAIN, TREE, None, TREE, None, CHAIN, None, CHAIN, TREE]
     assert [run.tree for run in done] == turns
     assert [run.cycles is None for run in done] == [True] * 9 + [False] * 3
     alone = BenchConfig((CHAIN,), (1,), 4, 2)
     for run in runs(model, make_engine(model, rendered, alone), rendered, alone):
-        assert [request.reused_tokens for request in run.requests] == [0]  # no way profits from the one before
+        reused = [request.reused_tokens for request in run.requests]
+        assert reused[0] == 0  # no way profits from the one before
 
 
 def test_the_clock_counts_cycles_of_the_whole_batch(model, rendered):
     config = BenchConfig((CHAIN,), (2,), 12, 1)
-    requests = bench._requests(model, [rendered[0].ids], None, 4) + bench._requests(model, [rendered[1].ids], None, 9)
-    cycles = bench._clocked(make_engine(model, rendered, config), requests)
-    assert [len(r.output_ids) for r in requests] == [4, 9]
-    assert len(cycles) == 2  # the first token is no cycle's, and the second's step has the prefill in it
+    requests = [bench._requests(model, [p.ids], None, n)[0] for p, n in zip(rendered, (4, 9, 3), strict=True)]
+    cycles = bench._clocked(make_engine(model, rendered, config), requests, 2)
+    assert [len(r.output_ids) for r in requests] == [4, 9, 3]
+    # Of the first two the first token is no cycle's, and the second's step has the prefill in it: two tokens. Likewise
+    # of the second and the third: one token.
+    assert len(cycles) == 3
     assert all(cycle[phase] > 0 for cycle in cycles for phase in PHASES)
     assert clock._running is None
+
+
+def test_as_one_reply_ends_the_next_prompt_begins(model, rendered):
+    config = BenchConfig((CHAIN,), (2,), 12, 1)
+    engine = make_engine(model, rendered, config)
+    requests = [bench._requests(model, [rendered[i % 3].ids], CHAIN, 3 + 2 * i)[0] for i in range(5)]
+    seen = []
+    bench._decode(engine, requests, 2, lambda: (engine.step(), seen.append(engine.running + engine.waiting)))
+    assert [len(r.output_ids) for r in requests] == [3, 5, 7, 9, 11]
+    assert max(seen) == 2
+    submitted = [r.submitted_at for r in requests]
+    ended = sorted(r.finished_at for r in requests)
+    assert submitted == sorted(submitted)
+    assert all(begin > end for begin, end in zip(submitted[2:], ended, strict=False))
+    assert not engine.busy
+
+
+def test_a_round_that_fails_leaves_nothing_behind(model, rendered):
+    config = BenchConfig((CHAIN,), (2,), 12, 1)
+    engine = make_engine(model, rendered, config)
+    requests = bench._requests(model, [p.ids for p in rendered], CHAIN, 9)
+    steps = iter((engine.step, engine.step))
+    with pytest.raises(StopIteration):
+        bench._decode(engine, requests, 2, lambda: next(steps)())
+    assert not engine.busy
 
 
 def run(tree, tokens, seconds, *, cycles=None, lengths=(), nodes=0, batch=2, wait=0.25):

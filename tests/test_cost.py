@@ -29,7 +29,7 @@ def costs(target, level, load=False):
     made = Costs(None, {}, Load(load))
     for kind, points in zip(cost.KINDS, (target, level, level), strict=True):
         for batch in (1, 2, 4):
-            made._costs[kind, batch, 256] = PassCosts(points)
+            made._costs[kind, batch, 256] = PassCosts(points, plain=kind == "target")
     made._trusted = set(made._costs)
     return made
 
@@ -49,7 +49,7 @@ class TestPassCosts:
         assert len(made.table()) == 2 + cost.MOST_NODES
 
     def test_readings_move_the_points_around_them(self):
-        made = PassCosts({1: 1.0, 2: 2.0, 4: 4.0})
+        made = PassCosts({1: 1.0, 2: 2.0, 4: 4.0}, plain=True)
         for _ in range(400):
             made.observe(3, 2.0)
         assert made(3) == pytest.approx(2.0, abs=0.01)
@@ -64,24 +64,37 @@ class TestPassCosts:
         assert 0.5 < made(4) / four < 0.9  # all go with it a little
 
     def test_a_few_rows_with_a_node_do_not_tell_what_a_plain_step_takes(self):
-        made = PassCosts({1: 1.0, 2: 2.0})
+        made = PassCosts({1: 1.0, 2: 2.0}, plain=True)
         made.observe(1.25, 2.0)
         assert made(1) == 1.0
         assert made.points()[2] > 2.0
 
     def test_a_reading_far_off_moves_little_and_one_beyond_makes_a_point(self):
-        made = PassCosts({1: 1.0, 2: 2.0})
+        made = PassCosts({1: 1.0, 2: 2.0}, plain=True)
         made.observe(1, 1000.0)
         assert made.points() == pytest.approx({1: 1.04, 2: 2.02})
         made.observe(8, 2.6)
         assert made.points() == pytest.approx({1: 1.04, 2: 2.02, 8: 2.6})
 
     def test_a_point_below_a_lower_ones_stays_what_is_read_there(self):
-        made = PassCosts({1: 3.0, 2: 2.0, 4: 4.0})
+        made = PassCosts({1: 3.0, 2: 2.0, 4: 4.0}, plain=True)
         for _ in range(1000):
             made.observe(2, 2.0)
         assert made.points() == pytest.approx({1: 3.0, 2: 2.0, 4: 4.0})
         assert made(2) == 3.0
+
+    def test_readings_near_nothing_leave_no_point_below_it(self):
+        made = PassCosts({1: 1.0, 4: 4.0})
+        for _ in range(300):
+            made.observe(3.5, 0.1)
+        assert min(made.points().values()) > 0
+
+    def test_where_the_least_tokens_are_no_plain_step_they_go_with_the_others(self):
+        made = PassCosts({1: 1.0, 4: 1.0})
+        for _ in range(400):
+            made.observe(2, 2.0)
+        assert made.points()[1] > 1.5
+        assert made.points()[1] * 2 / 3 + made.points()[4] / 3 == pytest.approx(2.0, abs=0.01)
 
 
 @pytest.fixture
@@ -198,7 +211,7 @@ class TestCosts:
     def test_another_context_starts_as_the_nearest_known(self):
         made = Costs(None, {}, Load(False))
         for context, seconds in ((256, 1.0), (2048, 5.0)):
-            made._costs["target", 1, context] = PassCosts({1: seconds})
+            made._costs["target", 1, context] = PassCosts({1: seconds}, plain=True)
         assert made.of("target", 1, 257)(1) == 1.0  # the bucket of 512
         assert made.of("target", 1, 1500)(1) == 5.0
         assert made.of("target", 8, 300)(1) == 1.0  # nor of another batch size than those known
@@ -385,14 +398,11 @@ class TestChooser:
         assert ragged.pass_seconds(4, 10, [3, 0, 0, 0], 1) == pytest.approx([1.375, 1.5])
         assert ragged.pass_seconds(1, 10, (), 2) == [1.0, 1.5, 2.0]
 
-    def test_behind_a_rest_the_likeliest_node_is_tried(self):
-        trees = [Tree.from_tokens([7], [-1], [s]) for s in (-1.0, -0.1, -3.0)]
-        V = [1.0, 9.0, 9.0, 9.0]
-        for ragged, expected in ((False, [1, 1, 1]), (True, [0, 1, 0])):
-            made, mood = Chooser(costs(*CHEAP), ragged), Mood()
-            assert made.nodes(trees, 1, V, 0.0, 3, [Mood() for _ in trees], mood) == [0, 0, 0]
-            mood.trying = True
-            assert made.nodes(trees, 1, V, 0.0, 3, [Mood() for _ in trees], mood) == expected
+    def test_behind_a_rest_a_node_is_tried(self):
+        made, mood, tree = Chooser(costs(*CHEAP)), Mood(), Tree.from_tokens([7], [-1], [-1.0])
+        assert made.nodes([tree], 1, [1.0, 9.0, 9.0, 9.0], 0.0, 1, [mood]) == [0]
+        mood.trying = True
+        assert made.nodes([tree], 1, [1.0, 9.0, 9.0, 9.0], 0.0, 1, [mood]) == [1]
 
     def test_limits_follow_what_paid(self):
         made, mood = Chooser(costs(*CHEAP)), Mood(nodes=1.0)
@@ -493,6 +503,7 @@ def test_when_one_has_tried_for_all_and_it_pays_all_draft_again():
     engine = ready(Engine(target, tiny_draft(target), 4), CHEAP)
     resting = engine.chooser.resting(Mood(), 4)
     resting.resting, resting.value = 3, -1.0
+    engine.drafter._guesses = lambda row, start, hidden_NH: row.known[start + 2 :][: len(hidden_NH)]  # all of it
     grow, widths = engine.drafter.grow, []
     engine.drafter.grow = lambda rows, *given: widths.append(len(rows)) or grow(rows, *given)
     for i in range(4):
@@ -508,7 +519,7 @@ def test_a_pass_is_priced_as_one_of_all_rows_is_whoever_drafts():
     engine.run([request([5, 6, 7], tokens=20), request(list(range(40)) * 2, None, 20)])
     assert min(context for kind, context in asked if kind == "target") >= 23
     assert {context > 80 for kind, context in asked if kind == "target"} == {True}
-    assert max(context for kind, context in asked if kind == "level") < 24
+    assert max(context for kind, context in asked if kind == "first") < 24
 
 
 def test_all_rows_of_a_batch_that_rests_forget_what_made_it_rest():
@@ -626,3 +637,42 @@ def test_costs_are_probed_once_and_found_again(monkeypatch, tmp_path):
     assert again.output_ids == done.output_ids
     assert first.cache.lengths == [3 + 24 - 1]  # the request's own: nothing of the probe was kept
     assert first.drafter.cache.lengths[0] <= 3 + 24 - 1
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.8, seed=5)])
+def test_what_a_row_would_have_guessed_is_what_it_would_have_drafted(sampling):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    chain, drafted = Engine(target, draft), {}
+    grow = chain.drafter.grow
+
+    def noted(rows, *given):
+        trees, seconds = grow(rows, *given)
+        drafted[len(rows[0].known)] = trees[0].tokens[0]
+        return trees, seconds
+
+    chain.drafter.grow = noted
+    prompt = [5, 6, 7, 8]
+    (drafting,) = chain.run([Request(prompt, sampling, Limits(40), TreeConfig(1, 1, 1))])
+    engine = ready(Engine(target, draft, 2), CHEAP)
+    resting = engine.chooser.resting(Mood(), 2)
+    resting.resting, resting.value = 30, -1.0
+    guesses, told, tried = engine.drafter._guesses, {}, []
+
+    def compared(row, start, hidden_NH):
+        found = guesses(row, start, hidden_NH)
+        told.update(enumerate(found, start + 2))
+        return found
+
+    engine.drafter._guesses = compared
+    tell, resting.tried = resting.tried, lambda *given: tried.append(given) or tell(*given)
+    one, _ = engine.run([Request(prompt, sampling, Limits(40), AUTO_TREE), Request([9], sampling, Limits(60), None)])
+    assert one.output_ids == drafting.output_ids
+    assert min(told) == 4  # nothing is asked about what the user wrote
+    assert len(told) >= 28
+    shared = told.keys() & drafted.keys()
+    assert len(shared) >= 20
+    assert {at: told[at] for at in shared} == {at: drafted[at] for at in shared}
+    text = prompt + one.output_ids
+    guessed = sum(token == text[at] for at, token in told.items())
+    assert (sum(given[1] for given in tried), sum(given[2] for given in tried)) == (guessed, len(told))

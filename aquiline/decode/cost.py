@@ -11,7 +11,8 @@ A tree goes one level deeper while the nodes that would run are likely enough, e
 those verified lately, and together for what such a level has brought lately to be worth its price. Of the nodes made as
 many are verified as give the highest rate, the likeliest of all rows where padding is not computed: all numbers
 of nodes are tried, for V is stepped. Where even the best rate is below that of the plain step, a request rests: plain
-steps, then a try, after twice as many steps each time it fails. A batch rests as a whole, and one row tries for all.
+steps, then a try, after twice as many steps each time it fails. A batch rests as a whole, and one row tries for all:
+its draft reads what was written meanwhile, and how much of that it would have guessed says what drafting would bring.
 
 Letters: B rows, N nodes of a tree.
 Sources: Sequoia (arXiv 2402.12374), OPT-Tree (2406.17276); the draft's probabilities are over-confident, hence the
@@ -21,18 +22,17 @@ calibration.
 import bisect
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from aquiline.config import TreeConfig, UserError
 from aquiline.decode.tree import Tree
@@ -54,7 +54,9 @@ _SHORTEST_CONTEXT = 256  # cached tokens; a bucket holds up to twice as many as 
 _DEPTHS = 8
 _EDGES = [math.log(p) for p in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)]
 _FADE = 0.998  # of what was learnt about chances, per step
-_CATCH_UP_PRICE = 0.08  # as a share of what a plain step yields
+_CATCH_UP_PRICE = 0.01  # of those a batch's tries speak for, as a share of what a plain step yields
+_TRIED = 0.98  # of what earlier tries of a batch have seen, that counts behind each token more
+_PATIENCE = 0.02  # as a share of what plain steps yield: what a batch may lose by its trees before it rests
 _GAIN = 0.5  # tokens that a level brings per probability of the nodes it runs, before anything is known
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
 _LOOK_FAR = 32  # of so many trees of a request one may be as large as any
@@ -70,26 +72,37 @@ class PassCosts:
     every further reading.
     """
 
-    def __init__(self, seconds: dict[int, float]) -> None:
+    def __init__(self, seconds: dict[int, float], *, plain: bool = False) -> None:
+        """`plain`: the least tokens are a plain step's, of which readings of others say nothing, nor the reverse."""
+        self._plain = plain
         self._points = dict(sorted(seconds.items()))
-        self._unread = 0  # readings since one of the least tokens
+        self._unread = dict.fromkeys(seconds, 0)  # readings since one of so many tokens
         self._table: list[float] | None = None
 
     def table(self) -> list[float]:
         """`[2 + MOST_NODES]`, entry n for n tokens; entry 0 is that of 1. Never falls with n."""
         if self._table is None:
-            self._table = self.curve(np.arange(2 + MOST_NODES))
+            self._table = self.curve(range(2 + MOST_NODES))
         return self._table
 
-    def curve(self, tokens: np.ndarray) -> list[float]:
+    def curve(self, tokens: Iterable[float]) -> list[float]:
         """Of so many tokens, which rise; they need not be whole: rows of a batch may have more or fewer."""
-        at, seconds = np.array(list(self._points)), np.array(list(self._points.values()))
-        values = np.interp(tokens, at, seconds)
-        if len(at) > 1:
-            slope = max(0.0, (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
-            values = np.where(tokens > at[-1], seconds[-1] + slope * (tokens - at[-1]), values)
-        rising: list[float] = np.maximum.accumulate(values).tolist()
-        return rising
+        points = list(self._points.items())
+        (left, low), *others = points
+        right, high = others.pop(0) if others else points[0]
+        slope = (high - low) / (right - left) if right > left else 0.0
+        values, most = [], 0.0
+        for n in tokens:
+            while n > right and others:
+                left, low, (right, high) = right, high, others.pop(0)
+                slope = (high - low) / (right - left)
+            if n > right:
+                value = high + max(0.0, slope) * (n - right)
+            else:
+                value = low + slope * max(0.0, n - left)
+            most = max(most, value)
+            values.append(most)
+        return values
 
     def __call__(self, tokens: int) -> float:
         """Of so many tokens, or of the most that the table has."""
@@ -98,30 +111,31 @@ class PassCosts:
 
     def observe(self, tokens: float, seconds: float) -> None:
         """Move the points around `tokens` towards a reading; one far off counts as half off at most. Beyond the last
-        point it makes a new one. Where the least tokens are seldom read, a reading of these counts for more.
+        point it makes a new one. Of points seldom read a reading counts for more.
         """
-        least = min(self._points)
-        seldom = min(0.4, _STEP / 4 * self._unread) if tokens <= least else 0.0
-        self._unread = self._unread + 1 if tokens > least else 0
+        least = min(self._points) if self._plain else 0
         above = [n for n in self._points if n >= tokens]
         below = [n for n in self._points if n <= tokens]
         if not above:
             self._points[math.ceil(tokens)] = max(seconds, self._points[below[-1]])
+            self._unread[math.ceil(tokens)] = 0
         else:
             right, left = above[0], below[-1] if below else above[0]
             share = (tokens - left) / (right - left) if right > left else 0.0
             # Of these points alone: what the table says may be that of a lower one, which they are not to make up for.
             expected = (1 - share) * self._points[left] + share * self._points[right]
             off = min(max(seconds / expected - 1, -0.5), 0.5)
-            # A little is taken to be true of all: sizes that are not met any more go with those that are. The least
-            # goes with none: what trees cost beside their tokens is not a plain step's.
+            # A little is taken to be true of all: sizes that are not met any more go with those that are. A plain step
+            # goes with none: what trees cost beside their tokens is not its.
             moved = [n for n in self._points if n > least or tokens <= least]
             self._points |= {n: self._points[n] * (1 + _DRIFT * off) for n in moved}
-            step = (max(_STEP, seldom) - _DRIFT) * off * expected
             share = 1.0 if left == least and tokens > least else share
-            self._points[left] += step * (1 - share)
-            if right > left:
-                self._points[right] += step * share
+            parts = {n: part for n, part in {left: 1 - share, right: share or 1.0}.items() if part > 0}
+            seldom = min(0.4, _STEP / 4 * max(self._unread[n] for n in parts))
+            step = (max(_STEP, seldom) - _DRIFT) * off * expected
+            for n, part in parts.items():
+                self._points[n] = max(self._points[n] / 2, self._points[n] + step * part)  # never to nothing
+            self._unread = {n: count + 1 for n, count in self._unread.items()} | dict.fromkeys(parts, 0)
         self._table = None
 
     def points(self) -> dict[int, float]:
@@ -183,7 +197,7 @@ class Costs:
         self._costs = {key: costs for key, costs in self._costs.items() if key[1] != size}  # copies for other contexts
         for kind, found in zip(KINDS, (passes, levels, levels), strict=True):
             key = (kind, size, _bucket(context, _SHORTEST_CONTEXT))
-            self._costs[key] = PassCosts(found)
+            self._costs[key] = PassCosts(found, plain=kind == "target")
             if not busy:
                 self._trusted.add(key)
         self.save()
@@ -196,7 +210,7 @@ class Costs:
                 (k for k in self._costs if k[0] == kind),
                 key=lambda k: (abs(math.log(k[1] / key[1])), abs(math.log(k[2] / key[2]))),
             )
-            self._costs[key] = PassCosts(self._costs[near].points())
+            self._costs[key] = PassCosts(self._costs[near].points(), plain=kind == "target")
             if near in self._trusted:
                 self._trusted.add(key)
         return self._costs[key]
@@ -262,7 +276,7 @@ def _read(file: Path, depends: dict[str, Any]) -> dict[_Key, PassCosts]:
             fine = kind in KINDS and int(batch) >= 1 and int(context) >= 1 and bool(seconds)
             if not fine or not all(n >= 1 and 0 < s < 1e3 for n, s in seconds.items()):
                 return {}
-            costs[kind, int(batch), int(context)] = PassCosts(seconds)
+            costs[kind, int(batch), int(context)] = PassCosts(seconds, plain=kind == "target")
         found_kinds = {(b, kind) for kind, b, _ in costs}
         return costs if all((b, kind) in found_kinds for b, _ in found_kinds for kind in KINDS) else {}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
@@ -327,7 +341,8 @@ class Mood:
     price: float = 1.0  # of the last tree, its draft passes included, in plain steps
     pace: float = 1.0  # smoothed rate of its batch with trees, in plain ones
     nodes: float = 8.0  # smoothed, of its trees; of a batch where all nodes compete, of all of these together
-    promise: float = 0.0  # smoothed, of what was tried for all
+    guessed: float = 0.0  # of `seen` tokens that a batch wrote while it rested, how many would have been guessed
+    seen: float = 0.0
     trees: int = 0
     drafts: int = 0  # of all whose rests these are
 
@@ -357,25 +372,36 @@ class Mood:
         self.expected *= 0.97
         self.accepted *= 0.97
 
-    def drafted(self, tokens: float, price: float, nodes: int, alike: int = 1) -> None:
+    def drafted(self, tokens: float, price: float, nodes: int, batch: int = 1) -> None:
         """A tree was made of which so many `tokens` are expected, at a `price` in plain steps; without any node that
-        pays it has failed. Those that stand for several have to promise more, and not by one row's luck: if they are
-        believed, all the others have to catch up.
+        pays it has failed. What those of a batch bring varies less around what they are worth, and resting costs more.
         """
+        weight = 0.3 if batch == 1 else 0.1
         now = math.log(max(tokens / price, 1e-3)) if nodes else min(-math.log(price), -0.01)
-        if alike > 1:
-            self.promise += 0.5 * (now - _CATCH_UP_PRICE - self.promise)
-            now = self.promise
         fresh = self.value is None or self.trying
-        self.value = now if fresh or self.value is None else 0.7 * self.value + 0.3 * now
+        self.value = now if fresh or self.value is None else (1 - weight) * self.value + weight * now
         self.trying, self.price = False, price
         self.drafts += 1
         if self.drafts % _LOOK_BACK == 0 and self.resting == 0:
             self.resting, self.looking = 1, True
-        if self.value < 0:
+        self._go_on(now, 0.0 if batch == 1 else -_PATIENCE)
+
+    def tried(self, chance: float, guessed: int, seen: int, share: float, price: float) -> None:
+        """One row has tried for a batch that rests: so many of the tokens `seen` it would have `guessed`, and its node
+        has that `chance`. Were all to draft a node, which are `share` of the rows, a step would take `price` plain
+        ones. They have to gain what it takes the others to catch up.
+        """
+        kept = _TRIED**seen
+        self.guessed, self.seen = kept * self.guessed + guessed, kept * self.seen + seen
+        likely = (2 * chance + self.guessed) / (2 + self.seen)
+        self.trying = False
+        self.value = math.log((1 + share * likely) / price) - _CATCH_UP_PRICE
+        self._go_on(self.value)
+
+    def _go_on(self, now: float, least: float = 0.0) -> None:
+        assert self.value is not None
+        if self.value < least:
             self.resting, self.rest = self.rest, min(2 * self.rest, _LONGEST_REST)
-        elif alike > 1:
-            self.value = None  # what they show all together is to decide
         elif now > 0:
             self.rest = _FIRST_REST
 
@@ -406,6 +432,13 @@ def best_nodes(
     return [counts[b] for b in range(len(chances_BN))], best
 
 
+@functools.cache  # every row asks for the same again and again
+def cut(config: TreeConfig, depth: int, top_k: int, nodes: int) -> TreeConfig:
+    """A tree of no more than that."""
+    depth, top_k, nodes = min(config.depth, depth), min(config.top_k, top_k), min(config.num_nodes, nodes)
+    return dataclasses.replace(config, depth=depth, top_k=top_k, num_nodes=nodes)
+
+
 @dataclass
 class Chooser:
     """Costs, calibration, and what deeper levels bring: everything a choice rests on."""
@@ -428,7 +461,7 @@ class Chooser:
         """
         costs = self.costs.of("target", batch, context)
         if batch > 1 and self.ragged:
-            return costs.curve((batch + sum(taken) + np.arange(1 + most)) / batch)
+            return costs.curve((batch + sum(taken) + n) / batch for n in range(1 + most))
         table, least = costs.table(), 1 + max(taken, default=0)
         return [table[min(max(1 + n, least), len(table) - 1)] for n in range(1 + min(most, MOST_NODES))]
 
@@ -444,12 +477,8 @@ class Chooser:
         if mood.trees % _LOOK_FAR:
             width = next((w for w in WIDTHS if 2 * w > mood.nodes), width)
             most = 2 * math.ceil(max(mood.nodes, 4))
-        return dataclasses.replace(
-            config,
-            depth=min(config.depth, _DEPTHS, 2 * bearable),
-            top_k=min(config.top_k, width, bearable),
-            num_nodes=min(config.num_nodes, most, 2 * bearable),
-        )
+        depth, nodes = min(_DEPTHS, 2 * bearable), min(most, 2 * bearable)
+        return cut(config, depth, min(width, bearable), nodes)
 
     def margin(self, V: Sequence[float], batch: int, resting: Mood) -> float:
         """Seconds of a pass for one node more than were verified lately; `V`: `pass_seconds`, of two more at least."""
@@ -473,24 +502,23 @@ class Chooser:
 
     def nodes(
         self, trees: Sequence[Tree], ran: int, V: Sequence[float], spent: float, batch: int, moods: Sequence[Mood],
-        resting: Mood | None = None, alike: int = 1,
+        resting: Mood | None = None,
     ) -> list[int]:  # fmt: skip
         """How many nodes of each tree made are verified, which the moods of their rows are told. Where padding is
         computed they share one number: nodes beside another row's are free. Behind a rest there is a node at least, or
         nothing would be learnt. `V`: `pass_seconds`. `ran`: levels that were run, the first one included. `resting`:
-        whose rests count, by default those of the first row. `alike`: each tree stands for so many.
+        whose rests count, by default those of the first row.
         """
         chances_BN = [
             [min(1.0, mood.trust * chance) for chance in self.calibration.chances(tree.depths, tree.scores)]
             for tree, mood in zip(trees, moods, strict=True)
         ]
         ragged = batch > 1 and self.ragged
-        counts, rate = best_nodes(chances_BN * alike, V, spent, batch, ragged)
+        counts, rate = best_nodes(chances_BN, V, spent, batch, ragged)
         taken = sum(counts) if ragged else max(counts)
-        counts = counts[: len(trees)]
         resting = resting or moods[0]
         trying = resting.trying
-        gained = alike * sum(sum(chances_N[:nodes]) for chances_N, nodes in zip(chances_BN, counts, strict=True))
+        gained = sum(sum(chances_N[:nodes]) for chances_N, nodes in zip(chances_BN, counts, strict=True))
         for chances_N, tree, mood, nodes in zip(chances_BN, trees, moods, counts, strict=True):
             if len(trees) == 1 or max(tree.depths, default=0) == ran:  # else it may have stopped before the others
                 self._learn_gain(self._gains(batch), tree, chances_N, ran, nodes, mood)
@@ -498,11 +526,17 @@ class Chooser:
             mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
         if resting is not moods[0]:
             resting.nodes = 0.7 * resting.nodes + 0.3 * taken
-        resting.drafted(1 + gained / batch, (spent + V[taken]) / V[0], taken, alike)
-        if trying and taken == 0:
-            likeliest = max(range(len(trees)), key=lambda b: chances_BN[b][:1])
-            return [int(b == likeliest or not ragged) for b in range(len(trees))]
-        return counts
+        resting.drafted(1 + gained / batch, (spent + V[taken]) / V[0], taken, batch)
+        return [1] * len(trees) if trying and taken == 0 else counts
+
+    def tried(
+        self, tree: Tree, guessed: int, seen: int, V: Sequence[float], spent: float, batch: int, alike: int, mood: Mood,
+        resting: Mood,
+    ) -> None:  # fmt: skip
+        """One row has tried for `alike`, which rest, with this tree; as `Mood.tried`."""
+        chance = mood.trust * sum(self.calibration.chances(tree.depths[:1], tree.scores[:1]))
+        price = (spent + V[alike if batch > 1 and self.ragged else 1]) / V[0]
+        resting.tried(min(1.0, chance), guessed, seen, alike / batch, price)
 
     def _learn_gain(
         self, gains: list[float], tree: Tree, chances_N: Sequence[float], ran: int, nodes: int, mood: Mood

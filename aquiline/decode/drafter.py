@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aquiline.config import TreeConfig
-from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Mood
+from aquiline.decode.cost import LONGEST_CATCH_UP, WIDTHS, Chooser, Mood, cut
 from aquiline.decode.sampling import Sampler, foresee
 from aquiline.decode.tree import Level, Tree, TreeBuilder
 from aquiline.model.draft import Draft
 
 _CATCH_UP = 512  # rows of a long prompt fed to the draft at a time
+_TELLING = 32  # new tokens of a row, by which to judge its draft
+_USUALLY_NEW = 2  # tokens of a row that a cycle's draft has to read
 
 
 @dataclass
@@ -39,11 +41,17 @@ class Row:
     pending_aux: list[Tensor] = field(default_factory=list)  # [*, A] of cached tokens the draft has not read
     mood: Mood = field(default_factory=Mood)  # of `auto`
     logprobs: int | None = None  # so many of the likeliest tokens are wanted beside the chosen one
+    prompt: int = field(init=False)  # tokens known at first
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.known)
 
     def tree_that_fits(self) -> TreeConfig | None:
         """The tree cut to the room left: a cycle emits up to depth + 1 tokens. None where no tree can pay."""
         depth = min(self.tree.depth, self.room - 1) if self.tree else 0
-        return dataclasses.replace(self.tree, depth=depth) if self.tree and depth > 0 else None
+        if self.tree is None or depth <= 0:
+            return None
+        return self.tree if depth == self.tree.depth else dataclasses.replace(self.tree, depth=depth)
 
 
 class Drafter(Protocol):
@@ -80,16 +88,14 @@ class EagleDrafter:
         drafting = [(b, config) for b, row in enumerate(rows) if (config := row.tree_that_fits()) is not None]
         fixed = [(b, config) for b, config in drafting if not config.auto]
         auto = [(b, config) for b, config in drafting if config.auto]
-        alike = 1
+        trying = False
         if auto and chooser is not None:
             resting = chooser.resting(rows[auto[0][0]].mood, len(rows))
             if resting.rests():
                 for b, _ in auto:
                     rows[b].mood.forget()
                 auto = []
-            elif resting.trying:  # one for all: others may never have to read what came while they rested
-                alike = len(auto)
-                auto = [min(auto, key=lambda pair: sum(map(len, rows[pair[0]].pending_aux)))]
+            trying = resting.trying and len(rows) > 1
         if fixed:
             made, _ = self.grow([rows[b] for b, _ in fixed], [config for _, config in fixed])
             for (b, _), tree in zip(fixed, made, strict=True):
@@ -99,42 +105,87 @@ class EagleDrafter:
             taken = list(map(len, trees))
             drafting_rows, configs = [rows[b] for b, _ in auto], [config for _, config in auto]
             longest = max(len(row.known) for row in rows)
-            made = self._grow_what_pays(drafting_rows, configs, chooser, len(rows), longest, taken, alike)
+            if trying:
+                b, tree = self._try_for_all(rows, dict(auto), chooser, longest, taken)
+                trees[b] = tree
+                return trees
+            made = self._grow_what_pays(drafting_rows, configs, chooser, len(rows), longest, taken)
             for (b, _), tree in zip(auto, made, strict=True):
                 trees[b] = tree
         return trees
 
     def _grow_what_pays(
         self, rows: list[Row], configs: list[TreeConfig], chooser: Chooser, batch: int, context: int,
-        taken: list[int], alike: int,
+        taken: list[int],
     ) -> list[Tree]:  # fmt: skip
         """Trees within the limits that the chooser sets, and of each as many nodes as pay.
 
         The target pass to come has `batch` rows with up to `context` known tokens, and holds so many nodes of each
-        (`taken`) whatever is chosen. Each row that drafts stands for so many (`alike`), were all to draft.
+        (`taken`) whatever is chosen.
         """
         began = time.perf_counter()
-        moods, own, number = [row.mood for row in rows], max(len(row.known) for row in rows), alike * len(rows)
+        moods, own, number = [row.mood for row in rows], max(len(row.known) for row in rows), len(rows)
         resting = chooser.resting(moods[0], batch)
         first, level = (chooser.costs.of(kind, number, own) for kind in ("first", "level"))
         limits = [chooser.limits(c, mood, batch, context) for c, mood in zip(configs, moods, strict=True)]
         width = max(limit.top_k for limit in limits)
-        most = max(alike * sum(limit.num_nodes for limit in limits), round(resting.nodes) + 2)
+        most = max(sum(limit.num_nodes for limit in limits), round(resting.nodes) + 2)
         V = chooser.pass_seconds(batch, context, taken, most)
         margin = chooser.margin(V, batch, resting)
         worth = [chooser.worth(mood, level(width) / number, margin, batch, batch / V[0]) for mood in moods]
-        new = max(sum(map(len, row.pending_aux)) for row in rows)
+        pending = [sum(map(len, row.pending_aux)) for row in rows]
+        new = sum(pending) / len(rows) if self._ragged else max(pending)
         usual = new <= LONGEST_CATCH_UP and all(self.cache.lengths[row.slot] for row in rows)  # no prompt is among them
         trees, seconds = self.grow(rows, limits, worth)
-        spent = first(new if usual and alike == 1 else 1) + (len(seconds) - 1) * level(width)
-        nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods, resting, alike)
+        spent = first.curve([new if usual else 1])[0] + (len(seconds) - 1) * level(width)
+        nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods, resting)
         made = [tree.prefix(n) for tree, n in zip(trees, nodes, strict=True)]
-        if alike == 1:
-            for of_level in seconds[1:]:
-                chooser.costs.observe(level, width, of_level)
-            if usual:  # with all that a cycle's trees cost beside their levels
-                chooser.costs.observe(first, new, time.perf_counter() - began - sum(seconds[1:]))
+        for of_level in seconds[1:]:
+            chooser.costs.observe(level, width, of_level)
+        if usual:  # with all that a cycle's trees cost beside their levels
+            chooser.costs.observe(first, new, time.perf_counter() - began - sum(seconds[1:]))
         return made
+
+    def _try_for_all(
+        self, rows: Sequence[Row], resting: dict[int, TreeConfig], chooser: Chooser, context: int, taken: list[int]
+    ) -> tuple[int, Tree]:
+        """Of the rows that rest one, and its tree: others may never have to read what came meanwhile. What it would
+        have guessed of that says whether all are to draft again. Its tree has as many nodes as the others would have
+        together, and so tells what such a pass takes.
+        """
+        new = {b: sum(map(len, rows[b].pending_aux)) for b in resting}
+        enough = [b for b, count in new.items() if count >= _TELLING]
+        b = min(enough, key=new.__getitem__) if enough else max(new, key=new.__getitem__)
+        row, alike, batch = rows[b], len(resting), len(rows)
+        told: list[bool] = []
+
+        def compare(start: int, hidden_NH: Tensor) -> None:
+            first = max(0, row.prompt - 2 - start)  # row t tells of token t + 2; what the user wrote says nothing
+            wanted = row.known[start + first + 2 : start + len(hidden_NH) + 2]
+            if wanted:
+                told.extend(
+                    a == b for a, b in zip(self._guesses(row, start + first, hidden_NH[first:]), wanted, strict=True)
+                )
+
+        left, _ = self._catch_up([row], 1, compare)
+        row.pending_aux = [left[row.slot]]
+        (tree,), _ = self.grow([row], [cut(resting[b], WIDTHS[0], WIDTHS[0], alike)])
+        V = chooser.pass_seconds(batch, context, taken, alike)
+        own = max(len(rows[b].known) for b in resting)
+        spent = chooser.costs.of("first", alike, own)(_USUALLY_NEW)
+        chooser.tried(tree, sum(told), len(told), V, spent, batch, alike, row.mood, chooser.resting(row.mood, batch))
+        return b, tree
+
+    def _guesses(self, row: Row, start: int, hidden_NH: Tensor) -> list[int]:
+        """What the draft holds likeliest to come, of its rows from `start` on."""
+        tilt = None
+        ids_W = self.model.vocab.target_ids_W
+        if not row.sampler.config.greedy:
+            sharpness_B, noise_BDW = foresee([row.sampler.foresight], [start + 2], len(hidden_NH), ids_W)
+            tilt = sharpness_B[:, None], noise_BDW[0]
+        best_N1 = self.model.top(hidden_NH, 1, tilt)[1]
+        found: list[int] = ids_W[best_N1[:, 0]].tolist()
+        return found
 
     def grow(
         self, rows: list[Row], configs: list[TreeConfig], worth: Sequence[Sequence[float]] = ()
@@ -149,11 +200,13 @@ class EagleDrafter:
         began = time.perf_counter()
         pending, _ = self._catch_up(rows, _CATCH_UP)
         counts = [len(pending[row.slot]) for row in rows]
-        ids_BN, _, aux_BNA = self._inputs(rows, counts, pending)
+        starts = [self.cache.lengths[row.slot] for row in rows]
+        ids = [i for row, at, n in zip(rows, starts, counts, strict=True) for i in row.known[at + 1 : at + 1 + n]]
+        aux_MA = _joined([pending[row.slot] for row in rows])
         waited = time.perf_counter() - began
         limits = [(c.depth, c.top_k, c.num_nodes) for c in configs]
         slots, foresights = [row.slot for row in rows], [row.sampler.foresight for row in rows]
-        grown = grow(aux_BNA, ids_BN, counts, limits, worth, foresights, self.cache, slots)
+        grown = grow(aux_MA, ids, counts, limits, worth, foresights, self.cache, slots)
         self._caught_up(rows)
         first, *others = grown.seconds
         return [Tree(*parts) for parts in zip(*grown[:4], strict=True)], [waited + first, *others]
@@ -181,18 +234,23 @@ class EagleDrafter:
         laps.append(time.perf_counter())
         return trees, [ended - began for began, ended in itertools.pairwise(laps)]
 
-    def _catch_up(self, rows: list[Row], leave: int) -> tuple[dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+    def _catch_up(
+        self, rows: list[Row], leave: int, look: Callable[[int, Tensor], None] | None = None
+    ) -> tuple[dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
         """Read the rows whose aux is new until no more than `leave` are left of any. By slot, the aux left, and the
-        feature and hidden state `[1, H]` of the last row read.
+        feature and hidden state `[1, H]` of the last row read. `look` is told which row the first is, and the hidden
+        states `[N, H]` of all that are read.
         """
         last: dict[int, tuple[Tensor, Tensor]] = {}
         pending = {row.slot: _joined(row.pending_aux) for row in rows}
         while active := [row for row in rows if len(pending[row.slot]) > leave]:
-            counts = [min(len(pending[row.slot]), _CATCH_UP) for row in active]
+            counts = [min(len(pending[row.slot]) - min(leave, 1), _CATCH_UP) for row in active]
             ids_BN, positions_BN, aux_BNA = self._inputs(active, counts, pending)
             slots = [row.slot for row in active]
             out = self.model(self.embed(ids_BN), self.model.fuse(aux_BNA), positions_BN, None, self.cache, slots)
             for b, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+                if look is not None:
+                    look(self.cache.lengths[slot], out.hidden_BNH[b, :count])
                 self.cache.keep(slot, out.keys_LBGNE[:, b, :, :count], out.values_LBGNE[:, b, :, :count])
                 last[slot] = (out.feature_BNH[b, count - 1 : count], out.hidden_BNH[b, count - 1 : count])
                 pending[slot] = pending[slot][count:]
@@ -234,6 +292,11 @@ class EagleDrafter:
         """The table that `embed` reads, `[V, H]`, where it is one."""
         rows = self._target_embed if self.model.embed_tokens is None else self.model.embed_tokens
         return rows.weight if isinstance(rows, nn.Embedding) else None
+
+    @property
+    def _ragged(self) -> bool:
+        """Whether what is new of rows is read without padding."""
+        return self.model.grower(self.embedding) is not None
 
     @property
     def _device(self) -> torch.device:

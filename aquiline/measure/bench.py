@@ -1,12 +1,13 @@
 """Plain decoding and several trees in turn, batch by batch, and where a cycle's time goes -> one record.
 
-All ways run on one loaded model and one engine. A round is one batch of prompts, decoded in every way; which way goes
-first rotates from round to round. The last round is not timed as a whole: a clock runs inside its cycles.
+All ways run on one loaded model and one engine. A round is four times as many prompts as are decoded at a time, decoded
+in every way; which way goes first rotates from round to round. The last round is not timed as a whole: a clock runs
+inside its cycles.
 """
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,14 @@ from aquiline.measure.quiet import Quiet
 from aquiline.measure.tasks import Prompt
 
 DEFINITIONS = {
-    "batch": "so many prompts are submitted at once; round n takes the n-th so many prompts, files in turn, from the "
-    "first again when they run out. As replies end, the batch gets smaller. What prompts of one batch begin "
-    "with alike is run once, in every way",
+    "batch": "so many prompts are decoded at a time; as one reply ends the next prompt is submitted. Round n takes the "
+    "n-th four times so many prompts, files in turn, from the first again when they run out. What prompts of one round "
+    "begin with alike is run once, in every way",
     "tokens_per_second": "all generated tokens of a round / the time from its submission to its last token; the median "
     "over rounds, and their range",
     "speedup": "tokens per second / those of plain decoding, all rounds together; median, min and max are of single "
     "rounds",
-    "first_token_ms": "from the submission of the batch to each request's first token, in the median and at most",
+    "first_token_ms": "from each request's submission to its first token, in the median and at most",
     "tau": "tokens per speculative cycle of a row; mean_nodes: drafted tokens per such cycle",
     "equal_share": "share of requests with the same token ids as plainly",
     "breakdown": "of cycles in which all rows of the batch ran, in a round of its own: their mean time. draft: its "
@@ -54,11 +55,12 @@ TIMED = (
 
 _FIRST_TOKENS = 16
 _WARM_UP = (32, 8)  # tokens of a prompt, and of its reply
+_WAVES = 4  # prompts of a round for each that is decoded at a time
 
 
 @dataclass(frozen=True)
 class Run:
-    """One batch, decoded one way."""
+    """One round, decoded one way."""
 
     batch: int
     tree: TreeConfig | None  # None: plainly
@@ -102,12 +104,10 @@ def start_up(model: Model, engine: Engine, prompt: Rendered, config: BenchConfig
 
 
 def warm_up(model: Model, engine: Engine, prompts: Sequence[Rendered], config: BenchConfig) -> None:
-    """What only a first use costs falls on no round; `auto` has met every batch size that a shrinking batch goes
-    through.
-    """
+    """What only a first use costs falls on no round; `auto` has met every size that a batch has at the end of one."""
     size, largest = 1, max(config.batches)
     while True:
-        ids = [prompt.ids[: _WARM_UP[0]] for prompt in _batch(prompts, 0, min(size, largest))]
+        ids = [prompt.ids[: _WARM_UP[0]] for prompt in _round(prompts, 0, min(size, largest))]
         for tree in (None, *config.trees):
             engine.run(_requests(model, ids, tree, min(_WARM_UP[1], config.max_new_tokens)))
         if size >= largest:
@@ -120,23 +120,23 @@ def runs(model: Model, engine: Engine, prompts: Sequence[Rendered], config: Benc
     ways = (None, *config.trees)
     for batch in config.batches:
         for number in range(config.repeats + 1):
-            ids = [prompt.ids for prompt in _batch(prompts, number % config.repeats, batch)]
+            ids = [prompt.ids for prompt in _round(prompts, number % config.repeats, _WAVES * batch)]
             turn = number % len(ways)
             for tree in (*ways[turn:], *ways[:turn]):
                 requests = _requests(model, ids, tree, config.max_new_tokens)
                 engine.forget()  # every way runs its prompts
                 if number < config.repeats:
-                    engine.run(requests)
+                    _decode(engine, requests, batch)
                     yield Run(batch, tree, requests)
                 else:
-                    yield Run(batch, tree, requests, _clocked(engine, requests))
+                    yield Run(batch, tree, requests, _clocked(engine, requests, batch))
 
 
 def number_of_runs(config: BenchConfig) -> int:
     return len(config.batches) * (config.repeats + 1) * (1 + len(config.trees))
 
 
-def _batch(prompts: Sequence[Rendered], number: int, size: int) -> list[Rendered]:
+def _round(prompts: Sequence[Rendered], number: int, size: int) -> list[Rendered]:
     """The `number`-th so many prompts, from the first again when they run out."""
     return [prompts[i % len(prompts)] for i in range(number * size, (number + 1) * size)]
 
@@ -145,19 +145,35 @@ def _requests(model: Model, prompts: Sequence[list[int]], tree: TreeConfig | Non
     return [model.request(ids, max_new_tokens=tokens, tree=tree, plain=tree is None) for ids in prompts]
 
 
-def _clocked(engine: Engine, requests: Sequence[Request]) -> list[dict[str, float]]:
-    """Run requests to their ends; seconds by phase of every cycle in which all of them ran."""
-    cycles = []
-    for request in requests:
-        engine.submit(request)
-    with clock.running(engine.target.device) as watch:
+def _decode(engine: Engine, requests: Sequence[Request], batch: int, step: Callable[[], object] | None = None) -> None:
+    """Run requests to their ends, `batch` at a time, by steps of the engine."""
+    step = step or engine.step
+    coming = iter(requests)
+    try:
         while any(r.finish_reason is None for r in requests):
-            full = all(r.first_token_at is not None and r.finish_reason is None for r in requests)
-            watch.restart()
-            engine.step()
-            watch.lap("other")
-            if full:
-                cycles.append(watch.seconds)
+            free = batch - engine.running - engine.waiting
+            for request in itertools.islice(coming, free):
+                engine.submit(request)
+            step()
+    finally:
+        for request in requests:
+            engine.cancel(request)
+
+
+def _clocked(engine: Engine, requests: Sequence[Request], batch: int) -> list[dict[str, float]]:
+    """The same; seconds by phase of every cycle in which the whole batch ran and no prompt was read."""
+    cycles: list[dict[str, float]] = []
+
+    def step() -> None:
+        whole = engine.running == batch and not engine.reads_prompts
+        watch.restart()
+        engine.step()
+        watch.lap("other")
+        if whole:
+            cycles.append(watch.seconds)
+
+    with clock.running(engine.target.device) as watch:
+        _decode(engine, requests, batch, step)
     return cycles
 
 

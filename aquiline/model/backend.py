@@ -108,13 +108,15 @@ class _Pass(ctypes.Structure):
 class _Growth(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.POINTER(_Linear)) for n in ("fc", "head")),
-        *((n, ctypes.c_void_p) for n in ("embedding", "target_ids", "aux", "ids")),
+        *((n, ctypes.c_void_p) for n in ("embedding", "target_ids", "aux")),
+        ("ids", ctypes.POINTER(ctypes.c_int64)),
         *((n, ctypes.POINTER(ctypes.c_int32)) for n in ("counts", "depth", "top_k", "nodes")),
         ("worth", ctypes.POINTER(ctypes.c_float)),
         ("keys", ctypes.POINTER(ctypes.c_uint64)),
         *((n, ctypes.POINTER(ctypes.c_float)) for n in ("temperature", "sharpness")),
-        *((n, ctypes.c_int32) for n in ("new_rows", "norm_output", "room")),
-        *((n, ctypes.c_void_p) for n in ("tokens", "parents", "depths", "scores")),
+        *((n, ctypes.c_int32) for n in ("norm_output", "room")),
+        *((n, ctypes.POINTER(ctypes.c_int64)) for n in ("tokens", "parents", "depths")),
+        ("scores", ctypes.POINTER(ctypes.c_float)),
         ("made", ctypes.POINTER(ctypes.c_int32)),
         ("seconds", ctypes.POINTER(ctypes.c_float)),
     ]
@@ -547,8 +549,8 @@ class Decoder:
         embedding_VD: Tensor,
         target_ids_W: Tensor,
         norm_output: bool,
-        aux_BNA: Tensor,
-        ids_BN: Tensor,
+        aux_MA: Tensor,
+        ids: Sequence[int],
         counts: Sequence[int],
         limits: Sequence[tuple[int, int, int]],
         worth: Sequence[Sequence[float]],
@@ -556,8 +558,8 @@ class Decoder:
         cache: KVCache,
         slots: list[int],
     ) -> Grown:
-        """Read what is new of each row, `counts` of N, into the cache, and make trees behind it, as `TreeBuilder`
-        (tree.py) makes them.
+        """Read what is new of each row, `counts` of the M aux and ids, into the cache, and make trees behind it, as
+        `TreeBuilder` (tree.py) makes them.
 
         `limits`: depth, top-k and nodes of each row. `worth`: how likely a row's node must be to be run, and then those
         of depth 1, 2, ... together; nothing is asked of deeper ones. `foresights`: of each row
@@ -565,13 +567,13 @@ class Decoder:
         """
         lib = library()
         assert lib is not None
-        (B, N), D, A = ids_BN.shape, self._shape[3], fc.struct.inp
+        B, M, D, A = len(slots), len(ids), self._shape[3], fc.struct.inp
         room, deepest = max(nodes for _, _, nodes in limits), max(depth for depth, _, _ in limits)
-        aux, ids = aux_BNA.detach().to(self.dtype).contiguous(), ids_BN.contiguous()
-        _fits(len(slots) == len(counts) == len(limits) == len(foresights) == B, f"{B} rows of ids")
-        _fits(aux.shape == (B, N, A) and fc.struct.out == D, f"states {aux.shape} for {B} rows of {N} tokens")
-        _fits(ids.dtype == target_ids_W.dtype == torch.int64, f"ids of {ids.dtype}")
-        _fits(all(1 <= count <= N for count in counts), f"{counts} new rows of {N}")
+        aux = aux_MA.detach().to(self.dtype).contiguous()
+        _fits(len(counts) == len(limits) == len(foresights) == B, f"{B} rows of ids")
+        _fits(aux.shape == (M, A) and fc.struct.out == D, f"states {aux.shape} for {M} tokens")
+        _fits(target_ids_W.dtype == torch.int64, f"ids of {target_ids_W.dtype}")
+        _fits(sum(counts) == M and all(count >= 1 for count in counts), f"{counts} new rows of {M}")
         _fits(embedding_VD.dtype == self.dtype and embedding_VD.shape[1] == D, f"embeddings {embedding_VD.shape}")
         _fits(embedding_VD.is_contiguous() and target_ids_W.is_contiguous(), "strided embeddings or ids")
         _fits(head.struct.out == len(target_ids_W), "ids of another head")
@@ -588,7 +590,8 @@ class Decoder:
             least[at : at + count] = list(of_row[:count])
         keys = (ctypes.c_uint64 * B)(*(key for key, _, _ in foresights))
         temperature, sharpness = ((ctypes.c_float * B)(*(of_row[i] for of_row in foresights)) for i in (1, 2))
-        nodes_3BN, scores_BN = torch.empty(3, B, room, dtype=torch.int64), torch.empty(B, room)
+        ids_made = [(ctypes.c_int64 * (B * room))() for _ in range(3)]  # tokens, parents, depths
+        scores_made = (ctypes.c_float * (B * room))()
         for slot, count in zip(slots, counts, strict=True):
             cache.extend(slot, count)  # what stands there is written by the kernel
         cached = _Pass(None, None, None, *self._past(cache, slots, B))
@@ -597,13 +600,14 @@ class Decoder:
         cached.rows, cached.threads = B, torch.get_num_threads()
         growth = _Growth(
             ctypes.pointer(fc.struct), ctypes.pointer(head.struct),
-            *map(_pointer, (embedding_VD, target_ids_W, aux, ids)), (ctypes.c_int32 * B)(*counts),
-            depth, top_k, nodes, least, keys, temperature, sharpness, N, norm_output, room,
-            *map(_pointer, (*nodes_3BN, scores_BN)), made, seconds,
+            *map(_pointer, (embedding_VD, target_ids_W, aux)), (ctypes.c_int64 * M)(*ids),
+            (ctypes.c_int32 * B)(*counts), depth, top_k, nodes, least, keys, temperature, sharpness, norm_output, room,
+            *ids_made, scores_made, made, seconds,
         )  # fmt: skip
         _check_memory(lib.aq_grow(ctypes.byref(self._model), ctypes.byref(cached), ctypes.byref(growth)))
-        parts = (*nodes_3BN.tolist(), scores_BN.tolist())
-        tokens, parents, depths, scores = ([row[:n] for row, n in zip(part, made, strict=True)] for part in parts)
+        ends = [(b * room, b * room + n) for b, n in enumerate(made)]
+        tokens, parents, depths = ([part[start:end] for start, end in ends] for part in ids_made)
+        scores = [scores_made[start:end] for start, end in ends]
         return Grown(tokens, parents, depths, scores, [s for s in seconds if s > 0])
 
 

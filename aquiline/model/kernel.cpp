@@ -77,15 +77,15 @@ struct Growth {
   const Linear *fc, *head;
   const void* embedding;                 // of all tokens, [V, D]
   const int64_t* target_ids;             // of the draft's ids
-  const void* aux;                       // [B, N, width of fc's input], of the real rows to be read
-  const int64_t* ids;                    // [B, N], the tokens these embed
+  const void* aux;                       // [M, width of fc's input], of the real rows to be read, one B behind the other
+  const int64_t* ids;                    // [M], the tokens these embed
   const int32_t* counts;                 // [B], how many of them there are, at least 1
   const int32_t *depth, *top_k, *nodes;  // [B], the limits of each tree, at least 1
   const float* worth;                    // [B, 1 + deepest]: how likely a node must be to be run, then those of depth
                                          // 1, ... together
   const uint64_t* keys;                  // [B], where each row's random numbers begin
   const float *temperature, *sharpness;  // [B], of their noise, 0: none, and the factor of the logits beside it
-  int32_t new_rows, norm_output, room;   // new_rows: N
+  int32_t norm_output, room;
   int64_t *tokens, *parents, *depths;    // [B, room]; a parent of -1 is the root
   float* scores;                         // [B, room]
   int32_t* made;                         // [B]
@@ -153,26 +153,12 @@ inline void tile_gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, flo
   }
   stored();
 }
-
-// scores [16 keys][16 queries] = keys [16, E] x queries, packed as [E / 2][16][2].
-inline void tile_scores(const bf16* keys, const bf16* q, int64_t E, float* out) {
-  stored();
-  _tile_zero(0);
-  for (int64_t e = 0; e < E; e += 32) {
-    _tile_loadd(4, keys + e, E * 2);
-    _tile_loadd(6, q + e * kBlock, 64);
-    _tile_dpbf16ps(0, 4, 6);
-  }
-  _tile_stored(0, out, 64);
-  stored();
-}
 #else
 constexpr bool kHasTiles = false;
 void open_tiles() {}
 void close_tiles() {}
 template <bool kTwo>
 inline void tile_gemm(const bf16*, int64_t, const bf16*, int64_t, float*) {}
-inline void tile_scores(const bf16*, const bf16*, int64_t, float*) {}
 #endif
 
 // Packed weights are pairs of blocks of 16 outputs. The lines of a pair take turns, and all pairs lie one behind the
@@ -195,6 +181,9 @@ struct Fetch {
 // How many rows share a weight: as many as there are sums in registers. Of more than kMostPairs a pair's blocks are read
 // one after the other.
 constexpr int kMostRows = kParts == 1 ? 12 : 6, kMostPairs = kParts == 1 ? 12 : 2;
+
+constexpr int kPair = 2 * kBlock;  // outputs of a pair of blocks
+constexpr int kMostMixed = kParts == 1 ? 6 : 4;  // queries that share a value
 
 // R rows by B blocks of a pair, each sum over `in` in order. Out: float32 [B][R][16].
 template <int R, int B>
@@ -263,26 +252,8 @@ inline void gemm(const bf16* x, int64_t ldx, const bf16* w, int64_t in, Fetch fe
   for (int b = 0; b < B; b++)
     for (int r = 0; r < R; r++) _mm512_storeu_ps(out + (b * R + r) * kBlock, acc[b][r]);
 }
-
-// scores [K keys][16 queries], of queries packed as for tiles.
-template <int K>
-inline void dot_scores(const bf16* keys, const bf16* q, int64_t E, float* out) {
-  __m512 acc[K];
-  for (__m512& a : acc) a = _mm512_setzero_ps();
-  for (int64_t e = 0; e < E; e += 2) {
-    __m512bh queries = (__m512bh)_mm512_loadu_si512(q + e * kBlock);
-    for (int k = 0; k < K; k++) {
-      int pair;
-      std::memcpy(&pair, keys + k * E + e, 4);
-      acc[k] = _mm512_dpbf16_ps(acc[k], (__m512bh)_mm512_set1_epi32(pair), queries);
-    }
-  }
-  for (int k = 0; k < K; k++) _mm512_storeu_ps(out + k * kBlock, acc[k]);
-}
 #else
 constexpr bool kHasDots = false;
-template <int K>
-inline void dot_scores(const bf16*, const bf16*, int64_t, float*) {}
 template <int R, int B>
 inline void gemm(const bf16*, int64_t, const bf16*, int64_t, Fetch, float*) {}
 #endif
@@ -399,17 +370,22 @@ void integer_pairs(const Inputs& x, int64_t M, const Linear& w, int64_t pair, in
   }
 }
 
-// This thread's share of a projection, by pairs of blocks.
+// The same by what there is for these inputs and weights.
 template <typename Use>
-void share_pairs(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Use use) {
-  int64_t pairs = (w.out + 2 * kBlock - 1) / (2 * kBlock), T = omp_get_num_threads(), t = omp_get_thread_num();
-  int64_t first = pairs * t / T, end = pairs * (t + 1) / T;
+void some_pairs(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, int64_t first, int64_t end, Use use) {
   if (w.bits == 8) integer_pairs<Eights>(x, M, w, first, end, use);
   else if (w.bits == 4) integer_pairs<Fours>(x, M, w, first, end, use);
   else if (x.tiles) tile_pairs(x, M, w, first, end, use);
   else if (x.halves) multiply_pairs<bf16, bf16>(x.half(0), x.ld, M, w, first, end, use);
   else if (bf16_weights) multiply_pairs<float, bf16>(x.full(0), x.ld, M, w, first, end, use);
   else multiply_pairs<float, float>(x.full(0), x.ld, M, w, first, end, use);
+}
+
+// This thread's share of a projection, by pairs of blocks.
+template <typename Use>
+void share_pairs(Inputs& x, int64_t M, const Linear& w, bool bf16_weights, Use use) {
+  int64_t pairs = (w.out + kPair - 1) / kPair, T = omp_get_num_threads(), t = omp_get_thread_num();
+  some_pairs(x, M, w, bf16_weights, pairs * t / T, pairs * (t + 1) / T, use);
 }
 
 // This thread's share of a projection: done(row, first column, values, count).
@@ -443,22 +419,39 @@ void rms_norm(const float* x, const float* weight, int64_t width, float eps, flo
 // ------------------------------------------------------------ the pass
 
 // What one thread needs; made before the parallel region, where nothing may throw.
+template <typename T>
 struct Scratch {
-  std::vector<float> row, q, scores, out;
-  std::vector<bf16> packed, tail;
-  Scratch(int64_t width, int64_t E, int64_t keys)
-      : row(size_t(width)), q(size_t(kBlock * E)), scores(size_t((keys + 2 * kBlock) * kBlock)), out(size_t(4 * E)),
-        packed(size_t(kBlock * E)), tail(size_t(kBlock * E)) {}
+  std::vector<float> row, scores, mixed;
+  std::vector<T> last_keys, packed_keys;  // [32, E], and a pair of blocks
+  Inputs queries;
+  Scratch(int64_t width, int64_t E, int64_t keys_seen, bool tiles)
+      : row(size_t(width)), scores(size_t(kBlock * (keys_seen + 2 * kPair))), mixed(size_t(kMostMixed * E)),
+        last_keys(size_t(kPair * E)), packed_keys(size_t(kPair * up(E, 32))),
+        queries(kBlock, E, tiles, sizeof(T) == 2, false) {}
 };
 
-// Sums over positions, in order, of weight times value, for Q queries and C * 16 columns from `e` on.
+// Keys as weights are packed: the 32-bit words of 32 of them, [32, words], as [words][32].
+inline void pack_keys(const uint32_t* keys, int64_t words, uint32_t* out) {
+  for (int64_t key = 0; key < kPair; key += 8) {
+    int64_t w = 0;
+    for (; w + 8 <= words; w += 8) turn_words(keys + key * words + w, words, out + w * kPair + key, kPair);
+    for (; w < words; w++)
+      for (int64_t k = key; k < key + 8; k++) out[w * kPair + k] = keys[k * words + w];
+  }
+}
+
+// Sums over positions, in order, of weight times value, for Q queries and C * 16 columns from `e` on; and of the weights,
+// once for all columns. Of query i the weights begin at i * ld.
 template <typename T, int Q, int C>
-inline void mix(const T* value, int64_t count, const float* weight, int64_t E, int64_t e, V (&acc)[Q][C]) {
+inline void mix(const T* value, int64_t count, const float* weight, int64_t ld, int64_t E, int64_t e, V (&acc)[Q][C],
+                float (&total)[Q]) {
   for (int64_t s = 0; s < count; s++) {
     V v[C];
     for (int c = 0; c < C; c++) v[c] = load(value + s * E + e + c * kBlock);
-    for (int i = 0; i < Q; i++)
-      for (int c = 0; c < C; c++) acc[i][c] = fma(splat(weight[s * kBlock + i]), v[c], acc[i][c]);
+    for (int i = 0; i < Q; i++) {
+      for (int c = 0; c < C; c++) acc[i][c] = fma(splat(weight[i * ld + s]), v[c], acc[i][c]);
+      if (e == 0) total[i] += weight[i * ld + s];
+    }
   }
 }
 
@@ -499,7 +492,7 @@ struct Runner {
   std::vector<int64_t> first, place;  // of a row its first token; of a token its place among B * N
   std::vector<float> residual, qkv, cos, sin;  // cos, sin: [M, E / 2]
   Inputs x, attended, inner;
-  std::vector<Scratch> scratch;
+  std::vector<Scratch<T>> scratch;
   Meeting meeting;
 
   Runner(const Model& model, const Pass& pass)
@@ -515,12 +508,12 @@ struct Runner {
       first.push_back(int64_t(place.size()));
       for (int64_t n = 0; n < p.counts[b]; n++) place.push_back(int64_t(b) * p.tokens + n);
     }
-    for (int t = 0; t < p.threads; t++) scratch.emplace_back(std::max(D, E), E, past + p.own);
+    for (int t = 0; t < p.threads; t++) scratch.emplace_back(std::max(D, E), E, past + p.own, tiles);
   }
 
   Inputs inputs(int64_t width) const { return {M, width, tiles, m.bf16_weights != 0, m.layers[0].qkv.bits != 0}; }
 
-  Scratch& mine() { return scratch[size_t(omp_get_thread_num())]; }
+  Scratch<T>& mine() { return scratch[size_t(omp_get_thread_num())]; }
 
   T* own(void* base, int64_t layer, int64_t b, int64_t g) const {
     return static_cast<T*>(base) + ((layer * p.rows + b) * G + g) * p.own * E;
@@ -615,115 +608,109 @@ struct Runner {
     }
   }
 
-  // Whether queries are read in pairs of bf16: by tiles or by dots.
-  bool packs() const { return sizeof(T) == 2 && ((tiles && E % 32 == 0) || (kHasDots && E % 2 == 0)); }
-
-  // Scores of 16 queries against `count` keys: out[key][query]; with tiles, up to 15 rows more are written.
-  void score(const T* keys, int64_t count, Scratch& s, float* out) const {
-    if constexpr (sizeof(T) == 2) {
-      if (tiles && E % 32 == 0) {
-        int64_t at = 0;
-        for (; at + kBlock <= count; at += kBlock) tile_scores(keys + at * E, s.packed.data(), E, out + at * kBlock);
-        if (at < count) {
-          std::fill(s.tail.begin(), s.tail.end(), 0);
-          std::copy(keys + at * E, keys + count * E, s.tail.begin());
-          tile_scores(s.tail.data(), s.packed.data(), E, out + at * kBlock);
-        }
-        return;
+  // Scores of this thread's queries against `count` keys, of query i at out + i * ld; behind them, to the end of the last
+  // pair of blocks, what nobody sees.
+  void score(const T* keys, int64_t count, int64_t queries, Scratch<T>& s, int64_t ld, float* out) const {
+    const Linear packed{s.packed_keys.data(), nullptr, int32_t(E), kPair, 0};
+    for (int64_t at = 0; at < count; at += kPair) {
+      int64_t here = std::min<int64_t>(kPair, count - at);
+      const T* from = keys + at * E;
+      if (here < kPair) {
+        std::fill(std::copy_n(from, here * E, s.last_keys.begin()), s.last_keys.end(), T(0));
+        from = s.last_keys.data();
       }
-      if (packs()) {
-        int64_t at = 0;
-        for (; at + 8 <= count; at += 8) dot_scores<8>(keys + at * E, s.packed.data(), E, out + at * kBlock);
-        for (; at < count; at++) dot_scores<1>(keys + at * E, s.packed.data(), E, out + at * kBlock);
-        return;
-      }
+      pack_keys(reinterpret_cast<const uint32_t*>(from), E * int64_t(sizeof(T)) / 4,
+                reinterpret_cast<uint32_t*>(s.packed_keys.data()));
+      some_pairs(s.queries, queries, packed, sizeof(T) == 2, 0, 1,
+                     [&](int64_t i, int64_t, const float* a, const float* b) {
+                       store(out + i * ld + at, load(a));
+                       store(out + i * ld + at + kBlock, load(b));
+                     });
     }
-    for (int64_t at = 0; at < count; at++) {
-      V acc = splat(0);
-      for (int64_t e = 0; e < E; e++) acc = fma(splat(get(keys[at * E + e])), load(s.q.data() + e * kBlock), acc);
-      store(out + at * kBlock, acc);
-    }
-  }
-
-  // Queries of this thread's scratch, by column: head i % group of the row's token i / group, beginning at `from`.
-  void take_queries(Scratch& s, int64_t b, int64_t g, int64_t from, int64_t queries) const {
-    float scale = 1.0f / std::sqrt(float(E));
-    std::fill(s.q.begin(), s.q.end(), 0.0f);
-    std::fill(s.packed.begin(), s.packed.end(), 0);
-    for (int64_t i = 0; i < queries; i++) {
-      int64_t token = first[size_t(b)] + (from + i) / group, h = g * group + (from + i) % group;
-      const float* head = qkv.data() + (token * (H + 2 * G) + h) * E;
-      for (int64_t e = 0; e < E; e++) {
-        float value = head[e] * scale;
-        if (!m.bf16_weights) s.q[size_t(e * kBlock + i)] = value;
-        else if (packs()) s.packed[size_t(e / 2 * 32 + i * 2 + e % 2)] = narrow(value);
-        else s.q[size_t(e * kBlock + i)] = widen(narrow(value));
-      }
-    }
+    for (int64_t i = 0; i < queries; i++)
+      std::fill(out + i * ld + count, out + i * ld + up(count, kPair), -std::numeric_limits<float>::infinity());
   }
 
   // Up to 16 queries of one row and kv head. A query that sees nothing at all gets zeros.
   void attend(int64_t layer, int64_t b, int64_t g, int64_t from, int64_t queries) {
-    Scratch& s = mine();
-    const float none = -std::numeric_limits<float>::infinity();
+    Scratch<T>& s = mine();
     int64_t past = p.past_lengths[b], last_token = (from + queries - 1) / group;
-    int64_t seen = p.own - p.tokens + (p.mask ? p.counts[b] : last_token + 1), keys = past + seen;
+    int64_t seen = p.own - p.tokens + (p.mask ? p.counts[b] : last_token + 1);
+    int64_t own_at = up(past, kPair), ld = own_at + up(seen, kPair);
     int64_t at = layer * p.past_layer_stride + p.past_offsets[b] + g * p.past_head_stride;
-    const T *past_k = static_cast<const T*>(p.past_keys) + at, *past_v = static_cast<const T*>(p.past_values) + at;
-    const T *own_k = own(p.own_keys, layer, b, g), *own_v = own(p.own_values, layer, b, g);
-    float *scores = s.scores.data(), *own_scores = scores + past * kBlock;
-    take_queries(s, b, g, from, queries);
-    score(past_k, past, s, scores);
-    score(own_k, seen, s, own_scores);
+    const T *past_v = static_cast<const T*>(p.past_values) + at, *own_v = own(p.own_values, layer, b, g);
+    float *scores = s.scores.data(), scale = 1.0f / std::sqrt(float(E));
+    for (int64_t i = 0; i < queries; i++) {
+      int64_t token = first[size_t(b)] + (from + i) / group, h = g * group + (from + i) % group;
+      const float* head = qkv.data() + (token * (H + 2 * G) + h) * E;
+      float* row = s.row.data();
+      for (int64_t e = 0; e < E; e++) row[e] = head[e] * scale;
+      s.queries.set(i, 0, row, E);
+    }
+    score(static_cast<const T*>(p.past_keys) + at, past, queries, s, ld, scores);
+    score(own(p.own_keys, layer, b, g), seen, queries, s, ld, scores + own_at);
     for (int64_t i = 0; i < queries; i++) {
       int64_t n = (from + i) / group;
+      float *row = scores + i * ld, *own_row = row + own_at;
       for (int64_t o = 0; o < seen; o++) {
         bool sees = p.mask ? p.mask[b * p.mask_row_stride + n * p.own + o] : o <= p.own - p.tokens + n;
-        if (!sees) own_scores[o * kBlock + i] = none;
+        if (!sees) own_row[o] = -std::numeric_limits<float>::infinity();
       }
+      V top = splat(-3e38f);
+      for (int64_t k = 0; k < ld; k += kBlock) top = most(top, load(row + k));
+      top = splat(largest(top));
+      for (int64_t k = 0; k < ld; k += kBlock) store(row + k, exp(load(row + k) - top));
     }
-    V top = splat(-3e38f), total = splat(0);
-    for (int64_t k = 0; k < keys; k++) top = most(top, load(scores + k * kBlock));
-    for (int64_t k = 0; k < keys; k++) {
-      V weight = exp(load(scores + k * kBlock) - top);
-      store(scores + k * kBlock, weight);
-      total = total + weight;
-    }
-    alignas(64) float inverse[kBlock];
-    store(inverse, splat(1.0f) / total);
-    for (int64_t i = 0; i < queries; i += 4) {
-      int64_t e = 0;
-      for (; e + kColumns * kBlock <= E; e += kColumns * kBlock)
-        mix_columns<kColumns>(past_v, past, own_v, seen, scores + i, e, s.out.data());
-      for (; e + kBlock <= E; e += kBlock) mix_columns<1>(past_v, past, own_v, seen, scores + i, e, s.out.data());
-      for (; e < E; e++)
-        for (int q = 0; q < 4; q++) {
-          float sum_here = 0;
-          for (int64_t k = 0; k < keys; k++) {
-            const T* value = k < past ? past_v + k * E : own_v + (k - past) * E;
-            sum_here = std::fma(scores[k * kBlock + i + q], get(value[e]), sum_here);
-          }
-          s.out[size_t(q * E + e)] = sum_here;
-        }
-      for (int64_t q = 0; q < std::min<int64_t>(4, queries - i); q++) {
+    for (int64_t chunks = (queries + kMostMixed - 1) / kMostMixed, chunk = 0; chunk < chunks; chunk++) {
+      int64_t i = queries * chunk / chunks, count = queries * (chunk + 1) / chunks - i;
+      const float* weight = scores + i * ld;
+      float* mixed = s.mixed.data();
+      mix_values<kMostMixed>(past_v, past, own_v, seen, weight, own_at, ld, count, mixed);
+      for (int64_t q = 0; q < count; q++, mixed += E) {
         int64_t token = first[size_t(b)] + (from + i + q) / group, h = g * group + (from + i + q) % group;
-        float* out = s.out.data() + q * E;
-        float scale = std::isinf(inverse[i + q]) ? 0.0f : inverse[i + q];  // it sees nothing
-        for (e = 0; e < E; e++) out[e] *= scale;
-        attended.set(token, h * E, out, E);
+        attended.set(token, h * E, mixed, E);
       }
     }
   }
 
-  template <int C>
-  void mix_columns(const T* past_v, int64_t past, const T* own_v, int64_t seen, const float* weight, int64_t e,
-                   float* out) const {
-    V acc[4][C];
+  // Of Q or fewer queries the means of the values by weights, out [queries, E].
+  template <int Q>
+  void mix_values(const T* past_v, int64_t past, const T* own_v, int64_t seen, const float* weight, int64_t own_at,
+                  int64_t ld, int64_t queries, float* out) const {
+    if constexpr (Q > 1)
+      if (queries < Q) return mix_values<Q - 1>(past_v, past, own_v, seen, weight, own_at, ld, queries, out);
+    float total[Q] = {};
+    int64_t e = 0;
+    for (; e + kColumns * kBlock <= E; e += kColumns * kBlock)
+      mix_columns<Q, kColumns>(past_v, past, own_v, seen, weight, own_at, ld, e, total, out);
+    for (; e + kBlock <= E; e += kBlock) mix_columns<Q, 1>(past_v, past, own_v, seen, weight, own_at, ld, e, total, out);
+    for (; e < E; e++)
+      for (int i = 0; i < Q; i++) {
+        float& mixed = out[i * E + e] = 0;
+        auto add = [&](const T* value, int64_t count, const float* of) {
+          for (int64_t k = 0; k < count; k++) {
+            mixed = std::fma(of[k], get(value[k * E + e]), mixed);
+            if (e == 0) total[i] += of[k];
+          }
+        };
+        add(past_v, past, weight + i * ld);
+        add(own_v, seen, weight + i * ld + own_at);
+      }
+    for (int i = 0; i < Q; i++) {
+      float scale = total[i] == 0 ? 0.0f : 1.0f / total[i];  // 0: it sees nothing
+      for (e = 0; e < E; e++) out[i * E + e] *= scale;
+    }
+  }
+
+  template <int Q, int C>
+  void mix_columns(const T* past_v, int64_t past, const T* own_v, int64_t seen, const float* weight, int64_t own_at,
+                   int64_t ld, int64_t e, float (&total)[Q], float* out) const {
+    V acc[Q][C];
     for (auto& of_query : acc)
       for (V& a : of_query) a = splat(0);
-    mix<T, 4, C>(past_v, past, weight, E, e, acc);
-    mix<T, 4, C>(own_v, seen, weight + past * kBlock, E, e, acc);
-    for (int i = 0; i < 4; i++)
+    mix<T, Q, C>(past_v, past, weight, ld, E, e, acc, total);
+    mix<T, Q, C>(own_v, seen, weight + own_at, ld, E, e, acc, total);
+    for (int i = 0; i < Q; i++)
       for (int c = 0; c < C; c++) store(out + i * E + e + c * kBlock, acc[i][c]);
   }
 
@@ -955,18 +942,21 @@ class Grower {
 
   // One causal pass over the rows that the target has made since; they go into the cache.
   void read_real_rows() {
-    int64_t N = g.new_rows, M = B * N, G = m.kv_heads, E = m.head_dim;
+    int64_t N = *std::max_element(g.counts, g.counts + B), M = std::accumulate(g.counts, g.counts + B, int64_t(0));
+    int64_t G = m.kv_heads, E = m.head_dim;
     std::vector<float> fused(size_t(M * D));
     linear(*g.fc, static_cast<const T*>(g.aux), M, m.bf16_weights, tiles(), fused.data(), nullptr, nullptr, 0,
            cache.threads);
-    std::vector<T> residual(fused.size()), embeds(fused.size()), next(fused.size());
-    put_many(residual.data(), fused.data(), M * D);
-    std::vector<int64_t> positions(static_cast<size_t>(M));
-    for (int64_t i = 0; i < M; i++) {
-      positions[size_t(i)] = lengths[size_t(i / N)] + i % N;
-      embed(g.ids[i], &embeds[size_t(i * D)]);
-    }
-    keys.resize(size_t(M * m.num_layers * G * E)), values.resize(keys.size()), last.resize(fused.size());
+    std::vector<T> residual(size_t(B * N * D)), embeds(residual.size()), next(residual.size());
+    std::vector<int64_t> positions(static_cast<size_t>(B * N));
+    for (int64_t b = 0, i = 0; b < B; b++)
+      for (int64_t n = 0; n < g.counts[b]; n++, i++) {
+        size_t place = size_t(b * N + n);
+        put_many(&residual[place * size_t(D)], &fused[size_t(i * D)], D);
+        embed(g.ids[i], &embeds[place * size_t(D)]);
+        positions[place] = lengths[size_t(b)] + n;
+      }
+    keys.resize(size_t(B * N * m.num_layers * G * E)), values.resize(keys.size()), last.resize(residual.size());
     run_pass(residual, embeds, positions, nullptr, g.counts, N, N, next);
     for (int64_t i = 0; i < m.num_layers * B * G; i++) {
       int64_t layer = i / (B * G), b = i / G % B;

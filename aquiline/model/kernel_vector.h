@@ -109,6 +109,25 @@ inline float sum(V v) {
   return x[0];
 }
 
+// 8 rows of 8 words, of which row r begins at from + r * ld, as 8 columns.
+inline void turn_words(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+  __m256i row[8], two[8], four[8];
+  for (int r = 0; r < 8; r++) row[r] = _mm256_loadu_si256((const __m256i*)(from + r * ld));
+  for (int r = 0; r < 8; r += 2) {
+    two[r] = _mm256_unpacklo_epi32(row[r], row[r + 1]);
+    two[r + 1] = _mm256_unpackhi_epi32(row[r], row[r + 1]);
+  }
+  for (int r = 0; r < 8; r += 4)  // four[r + c]: columns c and c + 4 of rows r to r + 3
+    for (int c = 0; c < 2; c++) {
+      four[r + 2 * c] = _mm256_unpacklo_epi64(two[r + c], two[r + c + 2]);
+      four[r + 2 * c + 1] = _mm256_unpackhi_epi64(two[r + c], two[r + c + 2]);
+    }
+  for (int c = 0; c < 4; c++) {
+    _mm256_storeu_si256((__m256i*)(to + c * to_ld), _mm256_permute2x128_si256(four[c], four[c + 4], 0x20));
+    _mm256_storeu_si256((__m256i*)(to + (c + 4) * to_ld), _mm256_permute2x128_si256(four[c], four[c + 4], 0x31));
+  }
+}
+
 // e^x: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], within 2 units in the last place; 0 below -87, e^88 above 88.
 inline V exp(V given) {
   V x = least(most(given, splat(-87.0f)), splat(88.0f));
