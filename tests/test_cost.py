@@ -84,10 +84,35 @@ class TestPassCosts:
         assert made(2) == 3.0
 
     def test_readings_near_nothing_leave_no_point_below_it(self):
-        made = PassCosts({1: 1.0, 4: 4.0})
+        made = PassCosts({1: 1.0, 4: 4.0}, plain=True)
         for _ in range(300):
-            made.observe(3.5, 0.1)
-        assert min(made.points().values()) > 0
+            made.observe(3.5, 0.1)  # less than its share of the plain step, which it does not move
+        assert made.points()[1] == 1.0
+        assert 0 < made.points()[4] < 0.01
+        for _ in range(200):
+            made.observe(3.5, 3.5)
+        assert made(4) == pytest.approx(4.0, rel=0.05)
+
+    def test_a_reading_moves_the_point_that_is_seldom_read_more(self):
+        made = PassCosts({2: 1.0, 4: 1.0})
+        for _ in range(100):
+            made.observe(2, 1.0)
+        made.observe(3, 1.1)
+        drift, step = 1 + cost._DRIFT * 0.1, 0.1 / 2
+        assert made.points() == pytest.approx(
+            {2: drift + step * (cost._STEP - cost._DRIFT), 4: drift + step * (0.4 - cost._DRIFT)}
+        )
+        before = made.points()[4]
+        made.observe(3, made(3))
+        assert made.points()[4] == before
+        made.observe(4, 1.1 * before)  # read lately: half of the reading before was its
+        assert made.points()[4] == pytest.approx(before * (1 + cost._STEP * 0.1))
+
+    def test_what_is_doubted_costs_less(self):
+        made = PassCosts({1: 1.0, 4: 4.0})
+        assert made(4) == 4.0
+        made.doubt()
+        assert made(4) == pytest.approx(4 * (1 - cost._DRIFT))
 
     def test_where_the_least_tokens_are_no_plain_step_they_go_with_the_others(self):
         made = PassCosts({1: 1.0, 4: 1.0})
@@ -484,6 +509,17 @@ def test_a_draft_that_is_never_right_is_asked_ever_more_rarely():
     assert next(calls) <= 6  # of 99 steps
 
 
+def test_text_that_repeats_nothing_lets_rows_of_a_batch_rest():
+    target = tiny_target()
+    engine = ready(Engine(target, "ngram", 2), ({1: 1.0, 64: 64.0}, {1: 0.1}))
+    looked = itertools.count()
+    lookup = engine.drafter._lookup
+    engine.drafter._lookup = lambda *given: (next(looked) and None) or lookup(*given)
+    done = engine.run([request([5, 6, 7 + i, 5, 6, 7 + i, 5], tokens=100) for i in range(2)])
+    assert [len(r.output_ids) for r in done] == [100] * 2
+    assert next(looked) < 100  # of 198
+
+
 def test_a_batch_rests_as_a_whole():
     target = tiny_target()
     draft = tiny_draft(target)
@@ -509,6 +545,16 @@ def test_when_one_has_tried_for_all_and_it_pays_all_draft_again():
     for i in range(4):
         engine.submit(request([5, 6, 7 + i], tokens=30))
     assert [widths[:] for _ in range(5) if engine.step()] == [[], [], [], [1], [1, 4]]
+
+
+def test_rows_take_turns_in_trying_for_a_batch():
+    target = tiny_target()
+    engine = ready(Engine(target, tiny_draft(target), 3), DEAR)
+    engine.chooser.resting(Mood(), 3).rest = 40
+    grow, tried = engine.drafter.grow, []
+    engine.drafter.grow = lambda rows, *given: tried.extend(row.slot for row in rows) or grow(rows, *given)
+    engine.run([request([5, 6, 7 + i], tokens=400) for i in range(3)])
+    assert len(set(tried[-3:])) == 3
 
 
 def test_a_pass_is_priced_as_one_of_all_rows_is_whoever_drafts():

@@ -130,12 +130,17 @@ class PassCosts:
             moved = [n for n in self._points if n > least or tokens <= least]
             self._points |= {n: self._points[n] * (1 + _DRIFT * off) for n in moved}
             share = 1.0 if left == least and tokens > least else share
-            parts = {n: part for n, part in {left: 1 - share, right: share or 1.0}.items() if part > 0}
-            seldom = min(0.4, _STEP / 4 * max(self._unread[n] for n in parts))
-            step = (max(_STEP, seldom) - _DRIFT) * off * expected
-            for n, part in parts.items():
-                self._points[n] = max(self._points[n] / 2, self._points[n] + step * part)  # never to nothing
-            self._unread = {n: count + 1 for n, count in self._unread.items()} | dict.fromkeys(parts, 0)
+            for n, part in {left: 1 - share, right: share or 1.0}.items():
+                seldom = min(0.4, _STEP / 4 * self._unread[n])
+                moved_to = self._points[n] + part * (max(_STEP, seldom) - _DRIFT) * off * expected
+                self._points[n] = max(self._points[n] / 2, moved_to)  # never to nothing
+                self._unread[n] = self._unread[n] if part < 0.5 else -1
+            self._unread = {n: count + 1 for n, count in self._unread.items()}
+        self._table = None
+
+    def doubt(self) -> None:
+        """Take everything to cost a little less: what is too dear to be tried would never be read again."""
+        self._points = {n: (1 - _DRIFT) * s for n, s in self._points.items()}
         self._table = None
 
     def points(self) -> dict[int, float]:
@@ -343,6 +348,7 @@ class Mood:
     nodes: float = 8.0  # smoothed, of its trees; of a batch where all nodes compete, of all of these together
     guessed: float = 0.0  # of `seen` tokens that a batch wrote while it rested, how many would have been guessed
     seen: float = 0.0
+    tries: int = 0  # of the request for its batch
     trees: int = 0
     drafts: int = 0  # of all whose rests these are
 
@@ -372,11 +378,12 @@ class Mood:
         self.expected *= 0.97
         self.accepted *= 0.97
 
-    def drafted(self, tokens: float, price: float, nodes: int, batch: int = 1) -> None:
+    def drafted(self, tokens: float, price: float, nodes: int, *, whole: bool = False) -> None:
         """A tree was made of which so many `tokens` are expected, at a `price` in plain steps; without any node that
-        pays it has failed. What those of a batch bring varies less around what they are worth, and resting costs more.
+        pays it has failed. What those of a `whole` batch bring varies less around what they are worth, and to let it
+        rest costs more.
         """
-        weight = 0.3 if batch == 1 else 0.1
+        weight = 0.1 if whole else 0.3
         now = math.log(max(tokens / price, 1e-3)) if nodes else min(-math.log(price), -0.01)
         fresh = self.value is None or self.trying
         self.value = now if fresh or self.value is None else (1 - weight) * self.value + weight * now
@@ -384,7 +391,7 @@ class Mood:
         self.drafts += 1
         if self.drafts % _LOOK_BACK == 0 and self.resting == 0:
             self.resting, self.looking = 1, True
-        self._go_on(now, 0.0 if batch == 1 else -_PATIENCE)
+        self._go_on(now, -_PATIENCE if whole else 0.0)
 
     def tried(self, chance: float, guessed: int, seen: int, share: float, price: float) -> None:
         """One row has tried for a batch that rests: so many of the tokens `seen` it would have `guessed`, and its node
@@ -401,7 +408,7 @@ class Mood:
     def _go_on(self, now: float, least: float = 0.0) -> None:
         assert self.value is not None
         if self.value < least:
-            self.resting, self.rest = self.rest, min(2 * self.rest, _LONGEST_REST)
+            self.resting, self.rest, self.looking = self.rest, min(2 * self.rest, _LONGEST_REST), False
         elif now > 0:
             self.rest = _FIRST_REST
 
@@ -524,9 +531,10 @@ class Chooser:
                 self._learn_gain(self._gains(batch), tree, chances_N, ran, nodes, mood)
             mood.pace = 0.8 * mood.pace + 0.2 * rate * V[0] / batch
             mood.nodes = 0.7 * mood.nodes + 0.3 * nodes
-        if resting is not moods[0]:
+        whole = resting is not moods[0]
+        if whole:
             resting.nodes = 0.7 * resting.nodes + 0.3 * taken
-        resting.drafted(1 + gained / batch, (spent + V[taken]) / V[0], taken, batch)
+        resting.drafted(1 + gained / batch, (spent + V[taken]) / V[0], taken, whole=whole)
         return [1] * len(trees) if trying and taken == 0 else counts
 
     def tried(

@@ -22,6 +22,7 @@ from aquiline.model.draft import Draft
 
 _CATCH_UP = 512  # rows of a long prompt fed to the draft at a time
 _TELLING = 32  # new tokens of a row, by which to judge its draft
+_MOST_TOLD = 128  # the latest of them
 _USUALLY_NEW = 2  # tokens of a row that a cycle's draft has to read
 
 
@@ -135,7 +136,8 @@ class EagleDrafter:
         worth = [chooser.worth(mood, level(width) / number, margin, batch, batch / V[0]) for mood in moods]
         pending = [sum(map(len, row.pending_aux)) for row in rows]
         new = sum(pending) / len(rows) if self._ragged else max(pending)
-        usual = new <= LONGEST_CATCH_UP and all(self.cache.lengths[row.slot] for row in rows)  # no prompt is among them
+        # No prompt is among them: those come once.
+        usual = max(pending) <= LONGEST_CATCH_UP and all(self.cache.lengths[r.slot] >= r.prompt - 1 for r in rows)
         trees, seconds = self.grow(rows, limits, worth)
         spent = first.curve([new if usual else 1])[0] + (len(seconds) - 1) * level(width)
         nodes = chooser.nodes(trees, len(seconds), V, spent, batch, moods, resting)
@@ -150,30 +152,33 @@ class EagleDrafter:
         self, rows: Sequence[Row], resting: dict[int, TreeConfig], chooser: Chooser, context: int, taken: list[int]
     ) -> tuple[int, Tree]:
         """Of the rows that rest one, and its tree: others may never have to read what came meanwhile. What it would
-        have guessed of that says whether all are to draft again. Its tree has as many nodes as the others would have
-        together, and so tells what such a pass takes.
+        have guessed of that says whether all are to draft again. Where nodes of all rows compete its tree has as many
+        as the others would have together, if it can, and so tells what such a pass takes.
         """
-        new = {b: sum(map(len, rows[b].pending_aux)) for b in resting}
-        enough = [b for b, count in new.items() if count >= _TELLING]
-        b = min(enough, key=new.__getitem__) if enough else max(new, key=new.__getitem__)
+        # Of prompts nothing is told. One row may be badly foreseen to its end: the others have their turns.
+        new = {b: min(sum(map(len, rows[b].pending_aux)) - 1, len(rows[b].known) - rows[b].prompt) for b in resting}
+        enough = [b for b in resting if new[b] >= _TELLING]
+        b = min(enough, key=lambda b: (rows[b].mood.tries, -new[b])) if enough else max(resting, key=new.__getitem__)
         row, alike, batch = rows[b], len(resting), len(rows)
+        row.mood.tries += 1
         told: list[bool] = []
 
         def compare(start: int, hidden_NH: Tensor) -> None:
-            first = max(0, row.prompt - 2 - start)  # row t tells of token t + 2; what the user wrote says nothing
+            first = max(0, row.prompt - 2 - start, len(hidden_NH) - _MOST_TOLD)  # row t tells of token t + 2
             wanted = row.known[start + first + 2 : start + len(hidden_NH) + 2]
             if wanted:
-                told.extend(
-                    a == b for a, b in zip(self._guesses(row, start + first, hidden_NH[first:]), wanted, strict=True)
-                )
+                guesses = self._guesses(row, start + first, hidden_NH[first:])
+                told.extend(a == b for a, b in zip(guesses, wanted, strict=True))
 
         left, _ = self._catch_up([row], 1, compare)
         row.pending_aux = [left[row.slot]]
-        (tree,), _ = self.grow([row], [cut(resting[b], WIDTHS[0], WIDTHS[0], alike)])
+        (tree,), _ = self.grow([row], [cut(resting[b], WIDTHS[0], WIDTHS[0], alike if chooser.ragged else 1)])
         V = chooser.pass_seconds(batch, context, taken, alike)
         own = max(len(rows[b].known) for b in resting)
-        spent = chooser.costs.of("first", alike, own)(_USUALLY_NEW)
-        chooser.tried(tree, sum(told), len(told), V, spent, batch, alike, row.mood, chooser.resting(row.mood, batch))
+        first, whole = chooser.costs.of("first", alike, own), chooser.resting(row.mood, batch)
+        chooser.tried(tree, sum(told), len(told), V, first(_USUALLY_NEW), batch, alike, row.mood, whole)
+        if whole.resting:
+            first.doubt()
         return b, tree
 
     def _guesses(self, row: Row, start: int, hidden_NH: Tensor) -> list[int]:

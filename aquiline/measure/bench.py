@@ -211,7 +211,7 @@ def _way(done: Sequence[Run]) -> dict[str, Any]:
 
 
 def _breakdown(cycles: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-    """None where no cycle had the whole batch: replies of one token."""
+    """None where no cycle had the whole batch and no prompt beside it."""
     if not cycles:
         return None
     ms = {phase: 1e3 * statistics.fmean(cycle[phase] for cycle in cycles) for phase in PHASES}

@@ -183,7 +183,8 @@ struct Fetch {
 constexpr int kMostRows = kParts == 1 ? 12 : 6, kMostPairs = kParts == 1 ? 12 : 2;
 
 constexpr int kPair = 2 * kBlock;  // outputs of a pair of blocks
-constexpr int kMostMixed = kParts == 1 ? 6 : 4;  // queries that share a value
+constexpr int kMostQueries = 32;                 // of those that are computed together, sharing the keys packed
+constexpr int kMostMixed = kParts == 1 ? 6 : 4;  // of those that share a value
 
 // R rows by B blocks of a pair, each sum over `in` in order. Out: float32 [B][R][16].
 template <int R, int B>
@@ -425,18 +426,18 @@ struct Scratch {
   std::vector<T> last_keys, packed_keys;  // [32, E], and a pair of blocks
   Inputs queries;
   Scratch(int64_t width, int64_t E, int64_t keys_seen, bool tiles)
-      : row(size_t(width)), scores(size_t(kBlock * (keys_seen + 2 * kPair))), mixed(size_t(kMostMixed * E)),
+      : row(size_t(width)), scores(size_t(kMostQueries * (keys_seen + 2 * kPair))), mixed(size_t(kMostMixed * E)),
         last_keys(size_t(kPair * E)), packed_keys(size_t(kPair * up(E, 32))),
-        queries(kBlock, E, tiles, sizeof(T) == 2, false) {}
+        queries(kMostQueries, E, tiles, sizeof(T) == 2, false) {}
 };
 
 // Keys as weights are packed: the 32-bit words of 32 of them, [32, words], as [words][32].
-inline void pack_keys(const uint32_t* keys, int64_t words, uint32_t* out) {
+inline void pack_keys(const char* keys, int64_t words, char* out) {
   for (int64_t key = 0; key < kPair; key += 8) {
     int64_t w = 0;
-    for (; w + 8 <= words; w += 8) turn_words(keys + key * words + w, words, out + w * kPair + key, kPair);
+    for (; w + 8 <= words; w += 8) turn_words(keys + (key * words + w) * 4, words * 4, out + (w * kPair + key) * 4, kLine * 2);
     for (; w < words; w++)
-      for (int64_t k = key; k < key + 8; k++) out[w * kPair + k] = keys[k * words + w];
+      for (int64_t k = key; k < key + 8; k++) std::memcpy(out + (w * kPair + k) * 4, keys + (k * words + w) * 4, 4);
   }
 }
 
@@ -619,8 +620,8 @@ struct Runner {
         std::fill(std::copy_n(from, here * E, s.last_keys.begin()), s.last_keys.end(), T(0));
         from = s.last_keys.data();
       }
-      pack_keys(reinterpret_cast<const uint32_t*>(from), E * int64_t(sizeof(T)) / 4,
-                reinterpret_cast<uint32_t*>(s.packed_keys.data()));
+      pack_keys(reinterpret_cast<const char*>(from), E * int64_t(sizeof(T)) / 4,
+                reinterpret_cast<char*>(s.packed_keys.data()));
       some_pairs(s.queries, queries, packed, sizeof(T) == 2, 0, 1,
                      [&](int64_t i, int64_t, const float* a, const float* b) {
                        store(out + i * ld + at, load(a));
@@ -631,7 +632,7 @@ struct Runner {
       std::fill(out + i * ld + count, out + i * ld + up(count, kPair), -std::numeric_limits<float>::infinity());
   }
 
-  // Up to 16 queries of one row and kv head. A query that sees nothing at all gets zeros.
+  // Some queries of one row and kv head. A query that sees nothing at all gets zeros.
   void attend(int64_t layer, int64_t b, int64_t g, int64_t from, int64_t queries) {
     Scratch<T>& s = mine();
     int64_t past = p.past_lengths[b], last_token = (from + queries - 1) / group;
@@ -715,7 +716,7 @@ struct Runner {
   }
 
   void attention(int64_t layer) {
-    int64_t queries = p.tokens * group, size = kBlock;  // one query costs nearly what 16 cost
+    int64_t queries = p.tokens * group, size = kMostQueries;
     while (size > 1 && p.rows * G * ((queries + size - 1) / size) < p.threads) size /= 2;
     int64_t chunks = (queries + size - 1) / size;
 #pragma omp for schedule(dynamic, 1) nowait

@@ -109,8 +109,8 @@ inline float sum(V v) {
   return x[0];
 }
 
-// 8 rows of 8 words, of which row r begins at from + r * ld, as 8 columns.
-inline void turn_words(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+// 8 rows of 8 32-bit words as 8 columns; from one row to the next `ld` bytes, `to_ld` of what is written.
+inline void turn_words(const char* from, int64_t ld, char* to, int64_t to_ld) {
   __m256i row[8], two[8], four[8];
   for (int r = 0; r < 8; r++) row[r] = _mm256_loadu_si256((const __m256i*)(from + r * ld));
   for (int r = 0; r < 8; r += 2) {
