@@ -149,6 +149,17 @@ def test_a_probe_measures_the_plain_pass_and_one_more_however_slow_and_others_in
 
 
 class TestCosts:
+    def test_a_batch_that_shrinks_does_not_tell_what_the_whole_of_it_takes(self):
+        made = costs(*CHEAP)
+        assert [made.known(n) for n in (2, 3, 4, 5)] == [True, True, True, False]
+        eight = made.of("target", 8, 10)
+        assert eight is not made.of("target", 5, 10)
+        assert (made.of("target", 9, 10), made.of("target", 17, 10)) == (
+            made.of("target", 10, 10), made.of("target", 20, 10)
+        )  # fmt: skip
+        made.observe(made.of("target", 5, 10), 1, 0.5)
+        assert (eight(1), made.of("target", 5, 10)(1) < 1) == (1.0, True)
+
     def test_are_kept_with_what_they_depend_on(self, tmp_path):
         depends = {"cpu": "a"}
         file = costs_file(tmp_path, depends)

@@ -54,9 +54,8 @@ _SHORTEST_CONTEXT = 256  # cached tokens; a bucket holds up to twice as many as 
 _DEPTHS = 8
 _EDGES = [math.log(p) for p in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)]
 _FADE = 0.998  # of what was learnt about chances, per step
-_CATCH_UP_PRICE = 0.01  # of those a batch's tries speak for, as a share of what a plain step yields
+_READING_PRICE = 0.03  # of a batch's drafts reading prompts, and what came while it rested, as a share of plain steps
 _TRIED = 0.98  # of what earlier tries of a batch have seen, that counts behind each token more
-_PATIENCE = 0.02  # as a share of what plain steps yield: what a batch may lose by its trees before it rests
 _GAIN = 0.5  # tokens that a level brings per probability of the nodes it runs, before anything is known
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
 _LOOK_FAR = 32  # of so many trees of a request one may be as large as any
@@ -171,8 +170,8 @@ def probe(run: Callable[[int], object], sizes: Sequence[int], batch: int, until:
 class Costs:
     """V and c of one target and draft on this machine, by batch size and context; kept in a file, where one is given.
 
-    A batch size (to the next power of two) is probed once; at another context it starts as what is known of the
-    nearest, and real passes move it. What was timed while others kept the machine busy is used, but not saved, and
+    Between two powers of two one batch size is probed, once; others, and other contexts, start as what is known of the
+    nearest, and real passes move them. What was timed while others kept the machine busy is used, but not saved, and
     before long measured again: passes so dear that no tree pays are never seen again otherwise.
     """
 
@@ -185,10 +184,10 @@ class Costs:
         self._retries: dict[int, tuple[float, float]] = {}  # by batch size: when, and how long it was until then
 
     def known(self, batch: int) -> bool:
-        """Whether a batch size need not be probed now."""
-        size = _bucket(batch, 1)
-        keys = [key for key in self._costs if key[1] == size]
-        return bool(keys) and (not self._trusted.isdisjoint(keys) or time.monotonic() < self._retries[size][0])
+        """Whether a batch size, or one between the same powers of two, need not be probed now."""
+        bucket = _bucket(batch, 1)
+        keys = [key for key in self._costs if key[0] == "target" and _bucket(key[1], 1) == bucket]
+        return bool(keys) and (not self._trusted.isdisjoint(keys) or time.monotonic() < self._retries[bucket][0])
 
     def probe(self, batch: int, context: int, target: Callable[[int], object], level: Callable[[int], object]) -> None:
         """Time both passes; a cycle's first draft pass is at first taken to cost what a level does."""
@@ -196,12 +195,13 @@ class Costs:
         until = time.perf_counter() + _PROBE_SECONDS
         levels = probe(level, PROBED_WIDTHS, batch, until)
         passes = probe(target, PROBED, batch, until)
-        busy, size = self._settle(), _bucket(batch, 1)
-        wait = 2 * self._retries[size][1] if size in self._retries else _FIRST_RETRY
-        self._retries[size] = (time.monotonic() + wait, wait)
-        self._costs = {key: costs for key, costs in self._costs.items() if key[1] != size}  # copies for other contexts
+        busy, bucket = self._settle(), _bucket(batch, 1)
+        wait = 2 * self._retries[bucket][1] if bucket in self._retries else _FIRST_RETRY
+        self._retries[bucket] = (time.monotonic() + wait, wait)
+        # Without copies of what was known before.
+        self._costs = {key: costs for key, costs in self._costs.items() if _bucket(key[1], 1) != bucket}
         for kind, found in zip(KINDS, (passes, levels, levels), strict=True):
-            key = (kind, size, _bucket(context, _SHORTEST_CONTEXT))
+            key = (kind, _size(batch), _bucket(context, _SHORTEST_CONTEXT))
             self._costs[key] = PassCosts(found, plain=kind == "target")
             if not busy:
                 self._trusted.add(key)
@@ -209,7 +209,7 @@ class Costs:
 
     def of(self, kind: str, batch: int, context: int) -> PassCosts:
         """Of a kind of pass (`KINDS`), of which some batch size is `known`, with so many tokens cached."""
-        key = (kind, _bucket(batch, 1), _bucket(context, _SHORTEST_CONTEXT))
+        key = (kind, _size(batch), _bucket(context, _SHORTEST_CONTEXT))
         if key not in self._costs:
             near = min(
                 (k for k in self._costs if k[0] == kind),
@@ -282,10 +282,15 @@ def _read(file: Path, depends: dict[str, Any]) -> dict[_Key, PassCosts]:
             if not fine or not all(n >= 1 and 0 < s < 1e3 for n, s in seconds.items()):
                 return {}
             costs[kind, int(batch), int(context)] = PassCosts(seconds, plain=kind == "target")
-        found_kinds = {(b, kind) for kind, b, _ in costs}
-        return costs if all((b, kind) in found_kinds for b, _ in found_kinds for kind in KINDS) else {}
+        return costs if {kind for kind, _, _ in costs} == set(KINDS) else {}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}
+
+
+def _size(batch: int) -> int:
+    """Up to 8 itself, then to the next quarter of the way to the next power of two."""
+    step = _bucket(batch, 8) // 8
+    return -(-batch // step) * step
 
 
 def _bucket(value: int, smallest: int) -> int:
@@ -380,18 +385,19 @@ class Mood:
 
     def drafted(self, tokens: float, price: float, nodes: int, *, whole: bool = False) -> None:
         """A tree was made of which so many `tokens` are expected, at a `price` in plain steps; without any node that
-        pays it has failed. What those of a `whole` batch bring varies less around what they are worth, and to let it
-        rest costs more.
+        pays it has failed. What those of a `whole` batch bring varies less around what they are worth, and has to pay
+        for what their drafts read in the steps between.
         """
         weight = 0.1 if whole else 0.3
         now = math.log(max(tokens / price, 1e-3)) if nodes else min(-math.log(price), -0.01)
+        now -= _READING_PRICE if whole else 0.0
         fresh = self.value is None or self.trying
         self.value = now if fresh or self.value is None else (1 - weight) * self.value + weight * now
         self.trying, self.price = False, price
         self.drafts += 1
         if self.drafts % _LOOK_BACK == 0 and self.resting == 0:
             self.resting, self.looking = 1, True
-        self._go_on(now, -_PATIENCE if whole else 0.0)
+        self._go_on(now)
 
     def tried(self, chance: float, guessed: int, seen: int, share: float, price: float) -> None:
         """One row has tried for a batch that rests: so many of the tokens `seen` it would have `guessed`, and its node
@@ -402,12 +408,12 @@ class Mood:
         self.guessed, self.seen = kept * self.guessed + guessed, kept * self.seen + seen
         likely = (2 * chance + self.guessed) / (2 + self.seen)
         self.trying = False
-        self.value = math.log((1 + share * likely) / price) - _CATCH_UP_PRICE
+        self.value = math.log((1 + share * likely) / price) - _READING_PRICE
         self._go_on(self.value)
 
-    def _go_on(self, now: float, least: float = 0.0) -> None:
+    def _go_on(self, now: float) -> None:
         assert self.value is not None
-        if self.value < least:
+        if self.value < 0:
             self.resting, self.rest, self.looking = self.rest, min(2 * self.rest, _LONGEST_REST), False
         elif now > 0:
             self.rest = _FIRST_REST
