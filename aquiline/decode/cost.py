@@ -58,6 +58,7 @@ _READING_PRICE = 0.03  # of a batch's drafts reading prompts, and what came whil
 _TRIED = 0.98  # of what earlier tries of a batch have seen, that counts behind each token more
 _GAIN = 0.5  # tokens that a level brings per probability of the nodes it runs, before anything is known
 _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
+_LONGEST_REST_OF_ALL = 256  # of a batch, in which a try delays all rows
 _LOOK_FAR = 32  # of so many trees of a request one may be as large as any
 _LOOK_BACK = 32  # behind so many trees there is a plain step, without which nobody knew any more what it takes
 LONGEST_CATCH_UP = _LONGEST_REST + 16  # rows: more are a prompt's, which come once
@@ -345,6 +346,7 @@ class Mood:
     accepted: float = 0.0
     resting: int = 0  # plain steps left
     rest: int = _FIRST_REST
+    longest_rest: int = _LONGEST_REST
     value: float | None = None  # smoothed log of the rate of its trees over that of the plain step
     trying: bool = False  # the next tree is the first behind a rest
     looking: bool = False  # the rest is one step, to see what a plain one takes
@@ -414,7 +416,7 @@ class Mood:
     def _go_on(self, now: float) -> None:
         assert self.value is not None
         if self.value < 0:
-            self.resting, self.rest, self.looking = self.rest, min(2 * self.rest, _LONGEST_REST), False
+            self.resting, self.rest, self.looking = self.rest, min(2 * self.rest, self.longest_rest), False
         elif now > 0:
             self.rest = _FIRST_REST
 
@@ -466,7 +468,9 @@ class Chooser:
         """Whose rests count: those of a request that is alone, else those of all batches of that size, for its rows
         share one pass: one that tries makes the step dearer for all.
         """
-        return row if batch == 1 else self.batches.setdefault(_bucket(batch, 1), Mood(trying=True))
+        if batch == 1:
+            return row
+        return self.batches.setdefault(_bucket(batch, 1), Mood(trying=True, longest_rest=_LONGEST_REST_OF_ALL))
 
     def pass_seconds(self, batch: int, context: int, taken: Sequence[int], most: int) -> list[float]:
         """Of a target pass of `batch` rows, by the nodes chosen: of all rows if `ragged`, else of each; up to `most` of

@@ -152,8 +152,8 @@ class EagleDrafter:
         self, rows: Sequence[Row], resting: dict[int, TreeConfig], chooser: Chooser, context: int, taken: list[int]
     ) -> tuple[int, Tree]:
         """Of the rows that rest one, and its tree: others may never have to read what came meanwhile. What it would
-        have guessed of that says whether all are to draft again. Where nodes of all rows compete its tree has as many
-        as the others would have together, if it can, and so tells what such a pass takes.
+        have guessed of that says whether all are to draft again. Where nodes of all rows compete its tree has several
+        for the others, too: what such a pass takes is seldom seen while they rest.
         """
         # Of prompts nothing is told. One row may be badly foreseen to its end: the others have their turns.
         new = {b: min(sum(map(len, rows[b].pending_aux)) - 1, len(rows[b].known) - rows[b].prompt) for b in resting}
@@ -172,7 +172,9 @@ class EagleDrafter:
 
         left, _ = self._catch_up([row], 1, compare)
         row.pending_aux = [left[row.slot]]
-        (tree,), _ = self.grow([row], [cut(resting[b], WIDTHS[0], WIDTHS[0], alike if chooser.ragged else 1)])
+        (tree,), _ = self.grow(
+            [row], [cut(resting[b], WIDTHS[0], WIDTHS[0], min(alike, WIDTHS[-1]) if chooser.ragged else 1)]
+        )
         V = chooser.pass_seconds(batch, context, taken, alike)
         own = max(len(rows[b].known) for b in resting)
         first, whole = chooser.costs.of("first", alike, own), chooser.resting(row.mood, batch)
