@@ -108,12 +108,6 @@ class TestPassCosts:
         made.observe(4, 1.1 * before)  # read lately: half of the reading before was its
         assert made.points()[4] == pytest.approx(before * (1 + cost._STEP * 0.1))
 
-    def test_what_is_doubted_costs_less(self):
-        made = PassCosts({1: 1.0, 4: 4.0})
-        assert made(4) == 4.0
-        made.doubt()
-        assert made(4) == pytest.approx(4 * (1 - cost._DRIFT))
-
     def test_where_the_least_tokens_are_no_plain_step_they_go_with_the_others(self):
         made = PassCosts({1: 1.0, 4: 1.0})
         for _ in range(400):
@@ -173,6 +167,29 @@ class TestCosts:
         assert not Costs(file, {"cpu": "b"}, Load(False)).known(4)
         assert costs_file(tmp_path, {"cpu": "b"}) != file
         assert costs_file(None, depends) is None
+
+    def test_what_was_copied_is_forgotten_where_it_is_measured(self, tmp_path):
+        made = Costs(costs_file(tmp_path, {}), {}, Load(False))
+        made.probe(8, 1, lambda n: None, lambda n: None)
+        made.of("first", 3, 1)  # of rows that draft among eight
+        made.of("first", 8, 1000)
+        made.probe(4, 1, lambda n: None, lambda n: None)
+        made.save()
+        again = Costs(costs_file(tmp_path, {}), {}, Load(False))
+        assert {(kind, size) for kind, size, _ in again._costs} == {(k, n) for k in cost.KINDS for n in (4, 8)}
+        assert ("first", 8, 1024) in again._costs
+
+    def test_what_is_copied_from_other_sizes_is_no_measurement(self):
+        made = Costs(None, {}, Load(False))
+        made.probe(4, 1, lambda n: None, lambda n: None)
+        assert made.of("target", 5, 1).points() == made.of("target", 4, 1).points()
+        made._retries[8] = (0.0, 1.0)
+        assert not made.known(5)
+        made._load.answer = True
+        made.probe(8, 1, lambda n: None, lambda n: None)
+        assert made.of("target", 5, 1).points() == made.of("target", 8, 1).points()  # though 4 is nearer
+        made._retries[8] = (0.0, 1.0)
+        assert not made.known(5)
 
     def test_what_was_measured_under_load_is_not_kept(self, tmp_path):
         file = costs_file(tmp_path, {})
@@ -558,14 +575,28 @@ def test_when_one_has_tried_for_all_and_it_pays_all_draft_again():
     assert [widths[:] for _ in range(5) if engine.step()] == [[], [], [], [1], [1, 4]]
 
 
+def test_a_try_where_nodes_compete_verifies_several_and_is_a_reading_of_such_a_pass():
+    target = tiny_target()
+    engine = ready(Engine(target, tiny_draft(target), 3), DEAR)
+    engine.chooser.ragged = True
+    read = []
+    engine.chooser.costs.observe = lambda costs, tokens, seconds: read.append(tokens)
+    done = engine.run([request([5, 6, 7 + i], tokens=60) for i in range(3)])
+    sizes = {nodes for r in done for _, nodes in r.trees if nodes}
+    assert sizes == {8}
+    assert set(read) == {1, 1 + 8}
+
+
 def test_rows_take_turns_in_trying_for_a_batch():
     target = tiny_target()
     engine = ready(Engine(target, tiny_draft(target), 3), DEAR)
-    engine.chooser.resting(Mood(), 3).rest = 40
+    whole = engine.chooser.resting(Mood(), 3)
+    whole.rest = whole.longest_rest = 40
     grow, tried = engine.drafter.grow, []
     engine.drafter.grow = lambda rows, *given: tried.extend(row.slot for row in rows) or grow(rows, *given)
     engine.run([request([5, 6, 7 + i], tokens=400) for i in range(3)])
-    assert len(set(tried[-3:])) == 3
+    assert len(tried) >= 5
+    assert max(map(tried.count, range(3))) - min(map(tried.count, range(3))) == 1
 
 
 def test_a_pass_is_priced_as_one_of_all_rows_is_whoever_drafts():
@@ -606,6 +637,51 @@ def test_what_a_row_knows_is_of_use_to_the_next_turn_even_if_its_draft_never_rea
         assert next_one.reused_tokens == len(turn) - 2
         (alone,) = Engine(target, draft).run([request(turn, TREE, tokens=20)])
         assert (next_one.output_ids, next_one.cycle_lengths) == (alone.output_ids, alone.cycle_lengths)
+
+
+class TestTries:
+    def test_what_would_have_been_guessed_decides(self):
+        whole = Mood(trying=True, longest_rest=256)
+        whole.tried(0.5, 30, 60, 1.0, 1.4)
+        assert whole.value == pytest.approx(np.log(1.5 / 1.4) - cost._READING_PRICE)
+        assert (whole.trying, whole.resting, whole.failed) == (False, 0, 0)
+        whole.tried(0.5, 0, 20, 1.0, 1.4)  # what was seen before counts less behind 20 tokens more
+        kept = cost._TRIED**20
+        assert whole.value == pytest.approx(
+            np.log((1 + (1 + kept * 30) / (2 + kept * 60 + 20)) / 1.4) - cost._READING_PRICE
+        )
+        assert (whole.resting, whole.failed) == (4, 1)
+
+    def test_rests_grow_to_the_longest_and_one_lucky_try_does_not_end_them(self):
+        whole = Mood(longest_rest=256)
+        rests = []
+        for _ in range(8):
+            whole.tried(0.0, 0, 60, 1.0, 1.4)
+            rests.append(whole.resting)
+        assert rests == [4, 8, 16, 32, 64, 128, 256, 256]
+        whole.tried(1.0, 600, 600, 1.0, 1.4)
+        assert whole.rest == 256
+        whole.drafted(2.0, 1.4, 8, whole=True)
+        assert (whole.rest, whole.failed) == (230, 0)
+        for _ in range(60):
+            whole.drafted(2.0, 1.4, 8, whole=True)
+        assert whole.rest == cost._FIRST_REST
+
+    def test_a_batch_has_to_pay_for_what_its_drafts_read_and_is_judged_slowly(self):
+        alone, whole = Mood(value=0.0), Mood(value=0.0)
+        alone.drafted(1.5, 1.5, 8)
+        whole.drafted(1.5, 1.5, 8, whole=True)
+        assert (alone.value, whole.value) == (0.0, pytest.approx(-0.1 * cost._READING_PRICE))
+        assert (alone.resting, whole.resting) == (0, 4)
+
+    def test_what_drafting_costs_is_doubted_more_with_each_try_that_fails(self):
+        made = Chooser(costs(*CHEAP))
+        tree, tried, whole = Tree.from_tokens([7], [-1], [-0.7]), [], Mood()
+        whole.tried = lambda *given: tried.append(given[-1])
+        for failed in (0, 1, 1000):
+            whole.failed = failed
+            made.tried(tree, 1, 2, [1.0, 1.5], 1.0, 2, 2, Mood(), whole)
+        assert tried == pytest.approx([2.5, 2.45, 2.0])
 
 
 def test_behind_many_trees_a_plain_step_is_looked_at():

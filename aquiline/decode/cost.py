@@ -61,7 +61,7 @@ _FIRST_REST, _LONGEST_REST = 4, 64  # plain steps
 _LONGEST_REST_OF_ALL = 256  # of a batch, in which a try delays all rows
 _LOOK_FAR = 32  # of so many trees of a request one may be as large as any
 _LOOK_BACK = 32  # behind so many trees there is a plain step, without which nobody knew any more what it takes
-LONGEST_CATCH_UP = _LONGEST_REST + 16  # rows: more are a prompt's, which come once
+LONGEST_CATCH_UP = _LONGEST_REST + 16  # rows: more are a prompt's or of a batch's long rest, which come once
 _STEP, _DRIFT = 0.08, 0.02  # of what a reading is off, that its size moves, and all sizes
 _SAVE_SECONDS = 60.0
 _FIRST_RETRY = 10.0  # seconds until what was measured under load is measured again; then twice as long each time
@@ -73,7 +73,7 @@ class PassCosts:
     """
 
     def __init__(self, seconds: dict[int, float], *, plain: bool = False) -> None:
-        """`plain`: the least tokens are a plain step's, of which readings of others say nothing, nor the reverse."""
+        """`plain`: the least tokens are a plain step's, of which readings of others say nothing."""
         self._plain = plain
         self._points = dict(sorted(seconds.items()))
         self._unread = dict.fromkeys(seconds, 0)  # readings since one of so many tokens
@@ -138,11 +138,6 @@ class PassCosts:
             self._unread = {n: count + 1 for n, count in self._unread.items()}
         self._table = None
 
-    def doubt(self) -> None:
-        """Take everything to cost a little less: what is too dear to be tried would never be read again."""
-        self._points = {n: (1 - _DRIFT) * s for n, s in self._points.items()}
-        self._table = None
-
     def points(self) -> dict[int, float]:
         return dict(self._points)
 
@@ -201,6 +196,7 @@ class Costs:
         self._retries[bucket] = (time.monotonic() + wait, wait)
         # Without copies of what was known before.
         self._costs = {key: costs for key, costs in self._costs.items() if _bucket(key[1], 1) != bucket}
+        self._trusted &= self._costs.keys()
         for kind, found in zip(KINDS, (passes, levels, levels), strict=True):
             key = (kind, _size(batch), _bucket(context, _SHORTEST_CONTEXT))
             self._costs[key] = PassCosts(found, plain=kind == "target")
@@ -212,12 +208,14 @@ class Costs:
         """Of a kind of pass (`KINDS`), of which some batch size is `known`, with so many tokens cached."""
         key = (kind, _size(batch), _bucket(context, _SHORTEST_CONTEXT))
         if key not in self._costs:
-            near = min(
-                (k for k in self._costs if k[0] == kind),
-                key=lambda k: (abs(math.log(k[1] / key[1])), abs(math.log(k[2] / key[2]))),
+            bucket = _bucket(batch, 1)
+            apart, _, _, near = min(
+                (_bucket(k[1], 1) != bucket, abs(math.log(k[1] / key[1])), abs(math.log(k[2] / key[2])), k)
+                for k in self._costs
+                if k[0] == kind
             )
             self._costs[key] = PassCosts(self._costs[near].points(), plain=kind == "target")
-            if near in self._trusted:
+            if near in self._trusted and not apart:  # else what is between these powers of two is still to be probed
                 self._trusted.add(key)
         return self._costs[key]
 
@@ -355,6 +353,7 @@ class Mood:
     nodes: float = 8.0  # smoothed, of its trees; of a batch where all nodes compete, of all of these together
     guessed: float = 0.0  # of `seen` tokens that a batch wrote while it rested, how many would have been guessed
     seen: float = 0.0
+    failed: int = 0  # tries since a batch drafted
     tries: int = 0  # of the request for its batch
     trees: int = 0
     drafts: int = 0  # of all whose rests these are
@@ -399,7 +398,11 @@ class Mood:
         self.drafts += 1
         if self.drafts % _LOOK_BACK == 0 and self.resting == 0:
             self.resting, self.looking = 1, True
-        self._go_on(now)
+        self.failed = 0
+        if self.value < 0:
+            self._rest()
+        elif now > 0:  # of a batch one such step says little
+            self.rest = max(_FIRST_REST, self.rest * 9 // 10 if whole else 0)
 
     def tried(self, chance: float, guessed: int, seen: int, share: float, price: float) -> None:
         """One row has tried for a batch that rests: so many of the tokens `seen` it would have `guessed`, and its node
@@ -411,14 +414,12 @@ class Mood:
         likely = (2 * chance + self.guessed) / (2 + self.seen)
         self.trying = False
         self.value = math.log((1 + share * likely) / price) - _READING_PRICE
-        self._go_on(self.value)
-
-    def _go_on(self, now: float) -> None:
-        assert self.value is not None
         if self.value < 0:
-            self.resting, self.rest, self.looking = self.rest, min(2 * self.rest, self.longest_rest), False
-        elif now > 0:
-            self.rest = _FIRST_REST
+            self.failed += 1
+            self._rest()
+
+    def _rest(self) -> None:
+        self.resting, self.rest, self.looking = self.rest, min(2 * self.rest, self.longest_rest), False
 
 
 def best_nodes(
@@ -522,9 +523,9 @@ class Chooser:
         resting: Mood | None = None,
     ) -> list[int]:  # fmt: skip
         """How many nodes of each tree made are verified, which the moods of their rows are told. Where padding is
-        computed they share one number: nodes beside another row's are free. Behind a rest there is a node at least, or
-        nothing would be learnt. `V`: `pass_seconds`. `ran`: levels that were run, the first one included. `resting`:
-        whose rests count, by default those of the first row.
+        computed they share one number: nodes beside another row's are free. Behind a request's rest there is a node at
+        least, or nothing would be learnt. `V`: `pass_seconds`. `ran`: levels that were run, the first one included.
+        `resting`: whose rests count, by default those of the first row.
         """
         chances_BN = [
             [min(1.0, mood.trust * chance) for chance in self.calibration.chances(tree.depths, tree.scores)]
@@ -545,13 +546,17 @@ class Chooser:
         if whole:
             resting.nodes = 0.7 * resting.nodes + 0.3 * taken
         resting.drafted(1 + gained / batch, (spent + V[taken]) / V[0], taken, whole=whole)
-        return [1] * len(trees) if trying and taken == 0 else counts
+        return [1] if trying and taken == 0 else counts
 
     def tried(
         self, tree: Tree, guessed: int, seen: int, V: Sequence[float], spent: float, batch: int, alike: int, mood: Mood,
         resting: Mood,
     ) -> None:  # fmt: skip
-        """One row has tried for `alike`, which rest, with this tree; as `Mood.tried`."""
+        """One row has tried for `alike`, which rest, with this tree; as `Mood.tried`. What drafting costs is not read
+        while they rest: it is doubted more with each try that fails, down to a half, or what was too dear once would
+        be for ever.
+        """
+        spent *= max(0.5, 0.95**resting.failed)
         chance = mood.trust * sum(self.calibration.chances(tree.depths[:1], tree.scores[:1]))
         price = (spent + V[alike if batch > 1 and self.ragged else 1]) / V[0]
         resting.tried(min(1.0, chance), guessed, seen, alike / batch, price)

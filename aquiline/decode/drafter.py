@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aquiline.config import TreeConfig
-from aquiline.decode.cost import LONGEST_CATCH_UP, WIDTHS, Chooser, Mood, cut
+from aquiline.decode.cost import LONGEST_CATCH_UP, Chooser, Mood, cut
 from aquiline.decode.sampling import Sampler, foresee
 from aquiline.decode.tree import Level, Tree, TreeBuilder
 from aquiline.model.draft import Draft
@@ -23,6 +23,7 @@ from aquiline.model.draft import Draft
 _CATCH_UP = 512  # rows of a long prompt fed to the draft at a time
 _TELLING = 32  # new tokens of a row, by which to judge its draft
 _MOST_TOLD = 128  # the latest of them
+_TRIED_TREE = 4, 4, 8  # depth, top-k and nodes
 _USUALLY_NEW = 2  # tokens of a row that a cycle's draft has to read
 
 
@@ -96,7 +97,8 @@ class EagleDrafter:
                 for b, _ in auto:
                     rows[b].mood.forget()
                 auto = []
-            trying = resting.trying and len(rows) > 1
+            elif len(rows) > 1:
+                trying = resting.trying
         if fixed:
             made, _ = self.grow([rows[b] for b, _ in fixed], [config for _, config in fixed])
             for (b, _), tree in zip(fixed, made, strict=True):
@@ -135,8 +137,8 @@ class EagleDrafter:
         margin = chooser.margin(V, batch, resting)
         worth = [chooser.worth(mood, level(width) / number, margin, batch, batch / V[0]) for mood in moods]
         pending = [sum(map(len, row.pending_aux)) for row in rows]
-        new = sum(pending) / len(rows) if self._ragged else max(pending)
-        # No prompt is among them: those come once.
+        new = sum(pending) / len(rows) if self._reads_unpadded else max(pending)
+        # Neither a prompt nor what came in a long rest: those are read once.
         usual = max(pending) <= LONGEST_CATCH_UP and all(self.cache.lengths[r.slot] >= r.prompt - 1 for r in rows)
         trees, seconds = self.grow(rows, limits, worth)
         spent = first.curve([new if usual else 1])[0] + (len(seconds) - 1) * level(width)
@@ -155,33 +157,33 @@ class EagleDrafter:
         have guessed of that says whether all are to draft again. Where nodes of all rows compete its tree has several
         for the others, too: what such a pass takes is seldom seen while they rest.
         """
-        # Of prompts nothing is told. One row may be badly foreseen to its end: the others have their turns.
-        new = {b: min(sum(map(len, rows[b].pending_aux)) - 1, len(rows[b].known) - rows[b].prompt) for b in resting}
-        enough = [b for b in resting if new[b] >= _TELLING]
-        b = min(enough, key=lambda b: (rows[b].mood.tries, -new[b])) if enough else max(resting, key=new.__getitem__)
-        row, alike, batch = rows[b], len(resting), len(rows)
+        new = {b: sum(map(len, rows[b].pending_aux)) for b in resting}
+        tells = {b: min(new[b] - 1, len(rows[b].known) - rows[b].prompt) for b in resting}  # of prompts nothing is told
+        enough = [b for b in resting if tells[b] >= _TELLING]
+        # One row may be badly foreseen to its end: the others have their turns.
+        chosen = (
+            min(enough, key=lambda b: (rows[b].mood.tries, new[b])) if enough else max(resting, key=tells.__getitem__)
+        )
+        row, alike, batch = rows[chosen], len(resting), len(rows)
         row.mood.tries += 1
         told: list[bool] = []
 
-        def compare(start: int, hidden_NH: Tensor) -> None:
-            first = max(0, row.prompt - 2 - start, len(hidden_NH) - _MOST_TOLD)  # row t tells of token t + 2
-            wanted = row.known[start + first + 2 : start + len(hidden_NH) + 2]
+        def compare(start: int, hidden_NH: Tensor) -> None:  # row t tells of token t + 2
+            skipped = max(0, max(row.prompt, len(row.known) - _MOST_TOLD) - 2 - start)
+            wanted = row.known[start + skipped + 2 : start + len(hidden_NH) + 2]
             if wanted:
-                guesses = self._guesses(row, start + first, hidden_NH[first:])
-                told.extend(a == b for a, b in zip(guesses, wanted, strict=True))
+                guesses = self._guesses(row, start + skipped, hidden_NH[skipped:])
+                told.extend(guess == token for guess, token in zip(guesses, wanted, strict=True))
 
         left, _ = self._catch_up([row], 1, compare)
         row.pending_aux = [left[row.slot]]
-        (tree,), _ = self.grow(
-            [row], [cut(resting[b], WIDTHS[0], WIDTHS[0], min(alike, WIDTHS[-1]) if chooser.ragged else 1)]
-        )
+        shape = _TRIED_TREE if chooser.ragged and alike > 1 else (1, 1, 1)
+        (tree,), _ = self.grow([row], [cut(resting[chosen], *shape)])
         V = chooser.pass_seconds(batch, context, taken, alike)
-        own = max(len(rows[b].known) for b in resting)
-        first, whole = chooser.costs.of("first", alike, own), chooser.resting(row.mood, batch)
+        first = chooser.costs.of("first", alike, max(len(rows[b].known) for b in resting))
+        whole = chooser.resting(row.mood, batch)
         chooser.tried(tree, sum(told), len(told), V, first(_USUALLY_NEW), batch, alike, row.mood, whole)
-        if whole.resting:
-            first.doubt()
-        return b, tree
+        return chosen, tree
 
     def _guesses(self, row: Row, start: int, hidden_NH: Tensor) -> list[int]:
         """What the draft holds likeliest to come, of its rows from `start` on."""
@@ -301,7 +303,7 @@ class EagleDrafter:
         return rows.weight if isinstance(rows, nn.Embedding) else None
 
     @property
-    def _ragged(self) -> bool:
+    def _reads_unpadded(self) -> bool:
         """Whether what is new of rows is read without padding."""
         return self.model.grower(self.embedding) is not None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from aquiline.config import UserError, require
-from aquiline.decode.cost import PassCosts
+from aquiline.decode.cost import KINDS, PassCosts
 from aquiline.measure.chart import COLOURS, Line, Panel, colour, svg
 
 Curve = dict[int, float]  # milliseconds by tokens of a row
@@ -72,7 +72,7 @@ def _measured(record: Mapping[str, Any], curves: _Curves) -> Panel:
         batch = int(text)
         for tree, way in {"plain": block["plain"], **block["trees"]}.items():
             # With `auto` steps with a tree and without take turns: of them a mean says nothing.
-            if way["breakdown"] is None or tree == "auto" or ("target", batch) not in curves:
+            if way["breakdown"] is None or tree == "auto" or any((kind, batch) not in curves for kind in KINDS):
                 continue
             ms = way["breakdown"]["ms"]
             V, first, level = (PassCosts(curves[kind, batch]) for kind in ("target", "first", "level"))
