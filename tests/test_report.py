@@ -29,6 +29,7 @@ BENCH = {
         "target, batch to 1, context to 512": {"1": 99.0},
         "target, batch to 1, context to 256": {"1": 10.0, "8": 20.0},
         "first, batch to 1, context to 256": {"1": 1.0, "2": 1.5, "4": 3.0},
+        "target, batch to 3, context to 256": {"1": 10.0, "8": 20.0},
         "level, batch to 1, context to 256": {"1": 1.0, "4": 0.5},
     },
 }
@@ -62,6 +63,7 @@ def test_a_bench_is_drawn_from_its_figures():
         pytest.approx(1.5 + 0.5 + 0.5)
     ]  # a level never gets cheaper
     assert lines(report._passes(curves)) == {"batch to 1": [(1, 1.0), (8, 2.0)]}
+    assert list(lines(report._passes({("target", 3): {1: 1.0}}))) == ["batch to 3"]
 
 
 def test_a_record_is_drawn_as_far_as_it_goes():

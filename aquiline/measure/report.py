@@ -92,8 +92,11 @@ def _measured(record: Mapping[str, Any], curves: _Curves) -> Panel:
 
 
 def _passes(curves: _Curves) -> Panel:
-    """What a target pass over several tokens of a row costs, by batch size."""
+    """What a target pass over several tokens of a row costs, by batch size; sizes between powers of two, through which
+    batches shrink, only where there are no others.
+    """
     passes = [(batch, curve) for (kind, batch), curve in sorted(curves.items()) if kind == "target"]
+    passes = [(batch, curve) for batch, curve in passes if batch & (batch - 1) == 0] or passes
     lines = [
         Line(f"batch to {b}", colour(i, len(passes)), [(n, ms / curve[1]) for n, ms in curve.items()], marks=True)
         for i, (b, curve) in enumerate(passes)
