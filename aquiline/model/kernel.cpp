@@ -435,7 +435,8 @@ struct Scratch {
 inline void pack_keys(const char* keys, int64_t words, char* out) {
   for (int64_t key = 0; key < kPair; key += 8) {
     int64_t w = 0;
-    for (; w + 8 <= words; w += 8) turn_words(keys + (key * words + w) * 4, words * 4, out + (w * kPair + key) * 4, kLine * 2);
+    for (; w + 8 <= words; w += 8)
+      turn_words(keys + (key * words + w) * 4, words * 4, out + (w * kPair + key) * 4, kPair * 4);
     for (; w < words; w++)
       for (int64_t k = key; k < key + 8; k++) std::memcpy(out + (w * kPair + k) * 4, keys + (k * words + w) * 4, 4);
   }
